@@ -29,7 +29,7 @@ REASONS = {
     "bad_path": "The path cannot be opened. Write a plain relative path, or bytes and path in Parquet.",
     "permission_denied": "The file may not be read. Change its permissions.",
     "read_error": "The file could not be read, even after retries. Check the disk or the network mount.",
-    "url_not_allowed": "It is a web address. Download it first; img2dataset writes tar shards, which are read here.",
+    "url_not_allowed": "It is an address. Download the files first, for example with aws s3 sync or img2dataset, whose tar shards are read here.",
     "unsafe_member": "The archive member is a link, a device, a pickle or a path that leads out. Repack the archive.",
     "truncated_archive": "The archive ends too early, or is compressed. Copy it again, or decompress it.",
     "incomplete_sample": "The files of a sample follow each other in a shard and have one name up to the first dot: NAME.jpg, "
@@ -48,6 +48,7 @@ REASONS = {
     "image_unreadable": "The image cannot be decoded. Fetch it again, or save it again with an image editor.",
     "image_corrupt": "Part of the image is damaged, although decoders show it. Fetch it again, or save it again.",
     "image_unknown_format": "The file is in no supported format. Convert it to JPEG or PNG.",
+    "no_image": "The file is no image. Fetch the image that the page or pointer stands for (git lfs pull), or give videos as clips.",
     "zero_size": "The image has no width or no height. Fetch it again.",
     "too_many_bytes": "The file is too large. Shrink it, or raise --max_image_bytes of prepare_data.",
     "too_many_pixels": "It has too many pixels. Shrink it, or raise --max_image_pixels of prepare_data.",
@@ -59,7 +60,8 @@ REASONS = {
     "medium_empty": "The file holds no sound, or no frame. Fetch it again.",
     "medium_truncated": "The file ends before its own header says. Fetch it again.",
     "medium_unreadable": "The file cannot be decoded. Fetch it again, or convert it, for example to FLAC or MP4.",
-    "medium_unknown_format": "The file is not a known sound or video. Convert it, for example to FLAC or MP4.",
+    "medium_unknown_format": "The file is not a known sound or video. Fetch it again if it is a web page or a Git LFS pointer, or convert it, for "
+    "example to FLAC or MP4.",
     "no_audio_stream": "The file holds no sound. Name the file that has it, or give the row as a clip.",
     "no_video_stream": "The file holds no moving picture. Name the file that has it, or give the row as another medium.",
     "silent": "There is no sound in it. Record it again, or remove the row.",

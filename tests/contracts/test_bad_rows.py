@@ -196,6 +196,7 @@ REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: th
     ("a.jsonl", GONE * 20, " --max_bad_fraction 1", "no row is left of any source (image_missing: 20). The first is line 1"),
     ("a.jsonl", LINES.splitlines()[0], " --validation_fraction 0", "and contrastive training needs at least 2"),
     ("a.jsonl", LINES, ",image_root=/nowhere", "Give the folder of the images"),
+    ("a.jsonl", LINES, " --clip_fps 2", "--clip_fps is 2.0; a.jsonl holds images, which do not read it. Leave it out"),
 ]  # fmt: skip
 
 

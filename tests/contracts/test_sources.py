@@ -333,6 +333,20 @@ FOLDERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None, tuple[
         {"c.json": json.dumps({"version": 1, "data": _rows(0, 6)}, indent=1)}, "c.json", {}, None,
         (r"c\.json holds one object, with rows in data\.",),
     ),
+    "an object of files": (
+        {"c.json": json.dumps({"0.png": ["a"], "1.png": "b"})}, "c.json", {}, None, (r"a key for every file, such as 0\.png\. Write a row",),
+    ),
+    "a table without names": (
+        {"c.csv": "0.png,text 0\n"}, "c.csv", {}, None, (r"c\.csv, line 1 has 0\.png where the name of a column belongs",),
+    ),
+    "a table of Excel's": (
+        {**_SIX, "c.csv": "sep=;\r\nimage;caption\r\n" + "".join(f"{at}.png;text {at}\r\n" for at in range(6))}, "c.csv", {}, 6, (),
+    ),
+    "a folder in an archive": (
+        {"a.tar": [*((f"s/{name}", data) for name, data in _SIX.items()), ("s/p.csv", _csv(_rows(0, 6)).encode())]}, "a.tar", {}, None,
+        (r"it holds the table p\.csv .* Unpack it",),
+    ),
+    "a database without a table": ({"a.db": ""}, "a.db", {}, None, ("the database holds no table",)),
     "one row with regions": (
         {**_SIX, "c.json": json.dumps({**_rows(0, 1)[0], "regions": []})}, "c.json", {}, 1, (),
     ),

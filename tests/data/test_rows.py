@@ -110,10 +110,10 @@ def test_columns_have_usual_names_in_any_case_and_those_that_are_asked_for_win()
     assert find_columns(["image", "text"], "t", Columns(id="image")).id is None
 
 
-def test_of_several_columns_of_captions_the_one_that_is_read_is_named(
+def test_of_several_columns_of_captions_or_images_the_one_that_is_read_is_named(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    row = {"image": "a.jpg", "Description": "long", "title": "short", "txt": "other"}
+    row = {"image": "a.jpg", "image_2": "b.jpg", "Description": "long", "title": "short", "txt": "other"}
     write(folder / "set/a.jsonl", lines(row))
     write(folder / "set/b.jsonl", lines(row))
     described = [("1.jpg", b"x"), ("1.json", b'{"Description": "long", "sentence": "short", "alt": "other"}')]
@@ -126,7 +126,12 @@ def test_of_several_columns_of_captions_the_one_that_is_read_is_named(
         assert re.findall(
             "the caption is the column (title|sentence); .*(title|txt|alt) .*--caption_column", caplog.text
         )
-        assert caplog.text.count("could be it") == 1
+        said = [
+            text in caplog.text
+            for text in ("the image is the column image; image_2 could", "2 tables are read together: a.jsonl, b")
+        ]
+        assert said == [Path(path).is_dir()] * 2
+        assert caplog.text.count("could be it") == 1 + Path(path).is_dir()
 
 
 def test_a_column_of_splits_of_another_name_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,6 +213,7 @@ def test_paths_begin_at_a_root_and_near_misses_are_named(folder: Path) -> None:
     inside = write(folder / "lists" / "q.jsonl", lines({"image": "a.jpg", "caption": "a"}))
     assert read(inside, image_root=str(folder))[0][0].image == FileImage(str(folder / "a.jpg"))
     assert read(inside, PathArguments(image_root=str(folder)))[0][0].id == "a.jpg"
+    assert read(listed(folder, {"image": f"file://{folder}/%61.jpg", "caption": "a"}))[0][0].id == "a.jpg"
     for written, stored in (
         ("Caf\u00e9.png", "Cafe\u0301.png"),
         ("photo.PNG", "photo.png"),

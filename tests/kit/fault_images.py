@@ -183,12 +183,14 @@ _REASONS: dict[str, dict[str, bytes | Make]] = {
     "image_empty": {"an empty file": b""},
     "image_unknown_format": {
         "a file of zeros": bytes(5000),
-        "a page of a web server": b"<!DOCTYPE html><html>404</html>",
-        "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\n",
         "an SVG": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
         "an EPS": saved("EPS"),
-        "a video": b"\0\0\0\x18ftypmp42" + bytes(99),
         **({} if "HEIF" in FORMATS else {"a HEIC": _HEIC}),
+    },
+    "no_image": {
+        "a page of a web server": b"<!DOCTYPE html><html>404</html>",
+        "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\n",
+        "a video": b"\0\0\0\x18ftypmp42" + bytes(99),
     },
     "image_truncated": {
         **{f"a {form} cut at {share}": _cut(form, share) for form in ("JPEG", "PNG") for share in (0.1, 0.5, 0.99)},

@@ -120,7 +120,19 @@ _CLEANED = [  # a caption, what is kept of it, the notes
     ("{caption} \u202e\u05d0\u05d1\u202c \U0001f468\u200d\U0001f469\u200d\U0001f467", "", ""),
     ("{caption}" + " word" * 200_000, "{caption}{words}", "caption_cut"),
 ]
-_PLACEHOLDERS = ("nan", "None", " NULL.", "N/A", "#N/A", "<NA>", "(null)", "undefined", "[object Object]")
+_PLACEHOLDERS = (
+    "nan",
+    "None",
+    " NULL.",
+    "N/A",
+    "#N/A",
+    "<NA>",
+    "(null)",
+    "undefined",
+    "[object Object]",
+    "#REF!",
+    "#DIV/0!",
+)
 _CAPTIONS = [
     *_values("caption", {
         "caption_null": [None, float("nan")],
@@ -160,16 +172,16 @@ _PATHS = [
         ],
         "not_a_file": ["images", ".", "links/pipe.png"],
         "outside_root": [
-            *(_OUTSIDE, "images/../../outside/secret.png", "links/secret.png", "links/outside/secret.png"),
+            *(_OUTSIDE, f"file://{_OUTSIDE}", "images/../../outside/secret.png", "links/secret.png", "links/outside/secret.png"),
             *("/dev/zero", "links/zero.png"),
         ],
-        "bad_path": ["links/loop.png", "images/\x00.png", "images/\ud800.png", 7, ["{image}"], True, {"file": "{image}"}],
+        "bad_path": ["data:image/png;base64,AAAA", "links/loop.png", "images/\x00.png", "images/\ud800.png", 7, ["{image}"], True, {"file": "{image}"}],
         "path_too_long": ["a/" * 2500 + "b.png", "/9j/4AAQSkZJRgABAQAAAQABAAD" + "2wBD/" * 250],
         "image_empty": [None, "", {"bytes": None}],
         "too_many_bytes": ["links/large.png"],
         "url_not_allowed": [
-            *(f"{scheme}://{_OUTSIDE}" for scheme in ("file", "s3", "memory")),
-            *("pipe:cat secret.png", "http://", "http://127.0.0.1:1/a.png", "data:image/png;base64,AAAA"),
+            *(f"{scheme}://{_OUTSIDE}" for scheme in ("s3", "memory")),
+            *("pipe:cat secret.png", "http://", "http://127.0.0.1:1/a.png"),
         ],
         "permission_denied": [] if os.geteuid() == 0 else ["links/locked.png"],  # root reads all files
     }),
@@ -562,7 +574,7 @@ def _shards(corpus: Corpus) -> None:
 # -- cells that hold images ---------------------------------------------------------------------------------------------
 _CELLS: list[tuple[str, Any, list[str | None] | None]] = [
     ("image_empty", lambda _: None, [_CAPTION]),
-    ("image_unknown_format", lambda _: b"<html>404</html>", [_CAPTION]),
+    ("no_image", lambda _: b"<html>404</html>", [_CAPTION]),
     ("image_truncated", lambda picture: png(picture)[:500], [_CAPTION]),
     ("caption_null", png, None),
     ("no_caption_left", png, []),

@@ -94,7 +94,7 @@ def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) ->
     lines = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
     assert {line["id"]: line["reason"] for line in lines} == {
         "0/000.png": "image_truncated",
-        "page.jpg": "image_unknown_format",
+        "page.jpg": "no_image",
         "away.jpg": "outside_root",
     }
     (photos / "0/000.png").write_bytes(whole)

@@ -91,6 +91,8 @@ def _header(data: bytes, limits: CheckArguments) -> Image.Image:
 
 def _header_fault(data: bytes, error: Exception) -> Fault:
     kind = _kind_of(data)
+    if kind in _NO_IMAGES:
+        return Fault("no_image", kind)
     if kind not in _KINDS:
         return Fault("image_unknown_format", kind or f"it begins with {data[:8].hex(' ')}")
     if kind == "HEIC" and "HEIF" not in FORMATS:
@@ -124,6 +126,7 @@ _OTHER_KINDS = {
     "PDF": re.compile(rb"%PDF"),
     "PostScript (EPS)": re.compile(rb"%!PS|\xc5\xd0\xd3\xc6"),
 }
+_NO_IMAGES = ("an HTML page", "a Git LFS pointer", "a video")
 
 
 def _kind_of(content: bytes) -> str | None:
@@ -188,7 +191,10 @@ _BLANK = "\u2800\u115f\u1160\u3164\uffa0\ufffd"  # letters and symbols that show
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # those that `str.split` does not take for space
-_PLACEHOLDERS = {"nan", "none", "null", "nil", "n/a", "na", "undefined", "object object", "no caption", "untitled"}
+_PLACEHOLDERS = {
+    *("nan", "none", "null", "nil", "n/a", "na", "undefined", "object object", "no caption", "untitled"),
+    *("#ref!", "#value!", "#div/0!", "#name?", "#num!", "#null!"),  # Excel's
+}
 _LONGEST_NAME = 300
 _SUFFIX = r"\.(?:jpe?g|jfif|png|gif|webp|bmp|tiff?|avif|hei[cf]|svg|raw|dng|cr2|nef|psd)"
 _FILE_NAME = re.compile(
@@ -227,7 +233,7 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
     text, notes = _clean(part)
     if not any(unicodedata.category(character)[0] in "LNS" and character not in _BLANK for character in text):
         raise Fault("caption_empty", ascii(part[:80]))
-    if text.casefold().strip(" .\"'<>()[]{}#") in _PLACEHOLDERS:
+    if not _PLACEHOLDERS.isdisjoint((text.casefold(), text.casefold().strip(" .\"'<>()[]{}#"))):
         raise Fault("caption_nan", repr(text))
     if _NUMBERS.fullmatch(text):
         raise Fault("caption_not_text", f"numbers alone, as of boxes: {text[:80]!r}")

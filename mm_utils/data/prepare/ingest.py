@@ -75,7 +75,12 @@ PART_SCHEMA = pa.schema(
 )
 _OWN = ("id", "medium", "source", "where", "split", "group", "answers")  # columns that records have
 FIRST_CHUNK = 64  # rows
-_VERSION = 12  # part of every key; raise it with every change of the rows that are written
+_FLAGS_OF_OTHERS = {
+    "image": ("clip_fps", "sound_rate", "max_seconds"),
+    "clip": ("sound_rate",),
+    "sound": ("clip_fps",),
+}
+_VERSION = 13  # part of every key; raise it with every change of the rows that are written
 BATCH_BYTES = 64 << 20  # an Arrow binary array holds at most 2 GiB
 _METADATA = re.compile(rb"Exif\0\0|ns\.adobe\.com/xap|Photoshop 3\.0|eXIf|[tiz]TXt")  # where a camera was, its owner
 _EARLY_ROWS = 1000  # of a source, after which a hopeless one is not read to its end
@@ -170,7 +175,7 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
         raise ValueError(f"--image_root is {paths.image_root}; tar shards hold their files. Leave it out.")
     found = Ingested(sources={source.name: source for source in sources})
     given = (row for source in sources for row in itertools.islice(rows_of(source, paths), plan.max_rows))
-    for part, result in ingest_rows(_of_one_kind(given), plan, work):
+    for part, result in ingest_rows(_of_one_kind(given, plan.storage.timed), plan, work):
         found.parts.append(part)
         found.faults += result.faults
         for mine, more in ((found.rows, result.rows), (found.bad, result.bad), (found.notes, result.notes)):
@@ -232,11 +237,16 @@ def ingest_rows(rows: Rows, plan: IngestPlan, work: Path) -> Iterator[tuple[Path
             raise
 
 
-def _of_one_kind(rows: Rows) -> Iterator[Record | BadRow]:
-    """Yield the rows; refuse a second kind of medium."""
+def _of_one_kind(rows: Rows, timed: TimedArguments) -> Iterator[Record | BadRow]:
+    """Yield the rows; refuse a second kind of medium, and flags of another one."""
     first: Record | None = None
     for row in rows:
         if isinstance(row, Record):
+            for name in _FLAGS_OF_OTHERS[row.medium] if first is None else ():
+                if (value := getattr(timed, name)) != getattr(TimedArguments, name):
+                    raise ValueError(
+                        f"--{name} is {value}; {row.source} holds {row.medium}s, which do not read it. Leave it out."
+                    )
             first = first or row
             if row.medium != first.medium:
                 raise ValueError(

@@ -41,6 +41,7 @@ LABEL_NAMES = [
 TEXT_NAMES = ["question", "hypothesis", "query", *USUAL_NAMES["caption"]]  # of the text of a labelled row
 MEDIUM_NAMES = {kind: medium.names for kind, medium in MEDIA.items()}
 _ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path")  # columns of files of any kind
+_IMAGE_NAMES = [name for name in Image.names if name not in _ANY_FILE]
 NEGATIVES = "negatives"
 BESIDE = ("regions", NEGATIVES)  # columns that a row may have under these names alone
 BESIDE_TIME = ("start", "end", "moments")  # and those of clips and sounds
@@ -108,6 +109,8 @@ def find_columns(
         others = [name for name in names if name != label]
     media = USUAL_NAMES["image"] if medium == "image" else [*MEDIUM_NAMES[medium], *_ANY_FILE]
     image = find_column("image_column", others, title, wanted.image, media) or spare_image
+    is_free = medium == "image" and wanted.image is None
+    tell_others("image", image if is_free else None, others, _IMAGE_NAMES, title)
     others = [name for name in others if name != image] if wanted.labelled else others
     template = wanted.parts[0] if wanted.parts else wanted.caption
     usual = TEXT_NAMES if wanted.labelled else USUAL_NAMES["caption"]
@@ -188,15 +191,15 @@ _told: set[tuple[str | None, ...]] = set()  # the files of a folder have the sam
 
 
 @lru_cache(1000)  # rows are read more than once
-def tell_once(message: str) -> None:
-    """Log a warning the first time."""
-    logger.warning("%s", message)
+def tell_once(message: str, level: int = logging.WARNING) -> None:
+    """Log a warning, or at another level, the first time."""
+    logger.log(level, "%s", message)
 
 
 def tell_others(kind: str, read: str | None, names: Iterable[str], usual: Sequence[str], title: str) -> None:
     """Log, once, that of several columns of usual names one alone is read."""
     known = set(map(_plain, usual))
-    others = [name for name in names if name != read and _plain(name) in known]
+    others = [name for name in names if name != read and _plain(name).rstrip("0123456789") in known]
     if read is not None and others and (key := (kind, read, *others)) not in _told:
         _told.add(key)
         logger.info(

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 from datasets.table import MemoryMappedTable
@@ -176,6 +177,8 @@ class RecordBuilder:
         written = value
         if isinstance(value, dict) and {"bytes", "path"} & set(value):
             written = value.get("path") or value.get("bytes")
+        if isinstance(written, str) and written.startswith("file:///"):
+            written = unquote(written.removeprefix("file://"))
         path = image_path(written, self.jail)
         inside = path.startswith(self._id_root + os.sep)
         key = path[len(self._id_root) + 1 :].replace(os.sep, "/") if inside else str(written)
@@ -249,6 +252,8 @@ def image_path(value: Any, jail: Jail) -> str:
         raise Fault("image_empty", "the cell of the image is empty")
     if not isinstance(value, str):
         raise Fault("bad_path", f"image is a {type(value).__name__}, not a path")
+    if value.startswith("data:"):
+        raise Fault("bad_path", f"{value[:40]}... is a file written as text, not a path")
     if is_url(value):
         raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")
     return jail.resolve(value)

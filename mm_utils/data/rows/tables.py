@@ -1,6 +1,7 @@
 """Records of tables: text files, Parquet files, `datasets` of any kind, and databases of SQLite."""
 
 import itertools
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,7 @@ from mm_utils.data.rows.columns import (
     is_null,
     is_split,
     split_of_path,
+    tell_once,
     tell_splits,
 )
 from mm_utils.data.rows.folders import TABLES, Unread, own_files, walk
@@ -37,6 +39,7 @@ from mm_utils.text import one_line
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _ROWS = 1000  # read at a time, without their images
 _ROWS_WITH_BYTES = 32
+_NAMED = 3  # tables of a folder that the log names
 _KINDS = {Image: "image", Video: "clip", Audio: "sound"}
 Table = tuple[Columns, Rows]
 """The columns of a file or split, and its rows, in which embedded images are `ImageRef`s."""
@@ -72,6 +75,10 @@ def _read_folder(
     named = set(map(os.path.abspath, files))
     root = os.path.abspath(source.path)
     unread = Unread()
+    if len(files) > 1:
+        first = ", ".join(os.path.relpath(path, source.path) for path in files[:_NAMED])
+        more = ", ..." if len(files) > _NAMED else ""
+        tell_once(f"{source.title}; {len(files):,} tables are read together: {first}{more}", logging.INFO)
     for path in files:
         name = os.path.relpath(path, source.path)
         split = split_of_path(name, by_words=not is_metadata)
@@ -293,9 +300,13 @@ def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadR
             database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
             found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
             tables = [name for (name,) in found if not name.startswith("sqlite_")]  # of AUTOINCREMENT, ANALYZE
+            if not tables:
+                raise ValueError(
+                    f"{source.title}; the database holds no table. Give one of paths or images and captions."
+                )
             if source.config not in tables and (source.config or len(tables) != 1):
                 raise ValueError(
-                    f"{source.title}; its tables are {', '.join(tables) or 'none'}. Name one of them, by config=NAME behind the path in --sources of prepare_data."
+                    f"{source.title}; its tables are {', '.join(tables)}. Name one of them, by config=NAME behind the path in --sources of prepare_data."
                 )
             cells = database.execute('SELECT * FROM "{}"'.format((source.config or tables[0]).replace('"', '""')))
             names = [name for name, *_ in cells.description]

@@ -25,7 +25,7 @@ from mm_utils.data.rows.columns import (
     split_of_path,
     tell_others,
 )
-from mm_utils.data.rows.folders import Unread, is_harmless, is_of_program, own_files
+from mm_utils.data.rows.folders import TABLES, Unread, is_harmless, is_of_program, own_files
 from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
 from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.text_files import Rows, checked_object, lines_of, parse_json
@@ -128,7 +128,13 @@ def medium_of_samples(samples: Iterable[Sample], source: Source) -> str:
     if source.medium != "auto":
         return source.medium
     first: dict[str, str] = {}
-    for sample in islice(samples, _LOOKED_AT):
+    head = list(islice(samples, _LOOKED_AT))
+    table = next((name for each in head for name in each.names if name.lower().endswith(TABLES)), None)
+    if table is not None and not any(each.texts for each in head):
+        raise ValueError(
+            f"{source.title}; it holds the table {table} and files of its rows, as a folder does. Unpack it, and give the table."
+        )
+    for sample in head:
         for kind, member in sample.media.items():
             if kind != "clip" or not member.name.lower().endswith(".gif"):  # which is an image, too
                 first.setdefault(kind, member.name)

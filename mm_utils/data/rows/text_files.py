@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mm_utils.data.faults import REASONS, Fault, first_repeated
+from mm_utils.data.rows.columns import SUFFIXES
 from mm_utils.text import shortened
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
@@ -18,6 +19,8 @@ LONGEST_DOCUMENT = 1 << 30  # bytes of JSON that is parsed whole; COCO's caption
 _LONGEST_HEADER = 1 << 16  # characters that decide about the delimiter
 _COMMAS = re.compile(r"\s*,\s*\n[^\n]*,\s*\n")  # behind an object and the line after it
 _UNDECODED = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
+_EXCEL = re.compile(r"sep=(.)\s*")  # a first line by which Excel tells the separator
+_MEDIA = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 
 
 Rows = Iterator[tuple[str, dict[str, Any] | Fault]]
@@ -76,6 +79,11 @@ def _check_lines(path: Path) -> None:
 
 def _check_whole(path: Path, item: Any) -> None:
     """Raise ValueError if the only object of a file has its rows in lists of its own, such as one a split."""
+    if isinstance(item, dict) and (file := next((name for name in item if name.lower().endswith(_MEDIA)), None)):
+        raise ValueError(
+            f"{path} holds one object with a key for every file, such as {shortened(file)}. Write a row for each: "
+            '{"image": "a.jpg", "captions": ["a dog"]}, one a line.'
+        )
     lists = [name for name, value in item.items() if _is_rows(value)] if isinstance(item, dict) else []
     if set(lists) - {"regions", "moments"} and not any(isinstance(value, str) for value in item.values()):
         names = ", ".join(map(shortened, lists))
@@ -207,8 +215,13 @@ def _delimited_records(path: Path, delimiter: str) -> Rows:
             if len(cells) > len(names):
                 row[None] = cells[len(names) :]  # as `csv.DictReader` has it
             yield f"line {number}", row
-        elif not names:
+        elif not names and cells != ["sep=", ""]:  # Excel's line, see `_delimiter`
             names = cells
+            if file := next((name for name in names if name.lower().endswith(_MEDIA)), None):
+                raise ValueError(
+                    f"{path}, line {number} has {shortened(file)} where the name of a column belongs. Write a first line of names, such as "
+                    "image,caption."
+                )
             if (twice := first_repeated(filter(None, names))) is not None:
                 raise ValueError(f"{path} has two columns {shortened(twice)}; only one can be read. Rename one.")
 
@@ -250,6 +263,8 @@ def _delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]
 def _delimiter(path: Path, kind: str) -> str:
     """Return the sign that divides the header into most cells; of equals the usual one."""
     header = next((line for line in read_lines(path, newline="") if line.strip()), "")[:_LONGEST_HEADER]
+    if found := _EXCEL.fullmatch(header):
+        return found[1]
     signs = "\t,;|" if kind == ".tsv" else ",;\t|"
     cells = {sign: len(next(csv.reader([header], delimiter=sign), [])) for sign in signs}
     return max(cells, key=cells.__getitem__)

@@ -164,11 +164,16 @@ class Parsed:
             own = {name for name in values if name in each.__dataclass_fields__ and not self.is_given(name)}
             self._parsed[place] = dataclasses.replace(each, **{name: values[name] for name in own})
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether this is the trial of a dry run, which turns flags off behind those of its run."""
+        return "dry_run" in self.named and not self["dry_run"]
+
     def refuse(self, names: str, reason: str) -> None:
         """Refuse flags that would have no effect, and that ask for something: those above 0 and unlike their default.
 
-        One that only the file of ``--config`` has is logged, since the command line may have made it needless. A dry run turns
-        flags off behind those of its run, which were looked at.
+        One that only the file of ``--config`` has is logged, since the command line may have made it needless. Those of a trial
+        were looked at.
 
         Args:
             names: their names, separated by spaces; the script may lack some.
@@ -177,9 +182,8 @@ class Parsed:
         Raises:
             ValueError: if the command line has one of them.
         """
-        is_trial = "dry_run" in self.named and not self["dry_run"]
         for name in names.split():
-            if is_trial or not self[name] or self[name] == self._fields[name].default:
+            if self.is_trial or not self[name] or self[name] == self._fields[name].default:
                 continue
             problem = f"--{name} is {self[name]}; {reason}, and it would have no effect"
             if name in self.named or self.config is None:

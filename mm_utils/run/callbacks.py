@@ -66,6 +66,11 @@ class RunContext:
         """Whether the weights before the first step are evaluated; interpolation measures them at the end."""
         return self.has_baseline and not self.given["wise_ft"]
 
+    @property
+    def feature_root(self) -> Path | None:
+        """Where features are stored: in the datasets cache, or by a dry run, which measures them and leaves none, beside its model."""
+        return self.run.output_dir.parent if self.given.is_trial else None
+
     def call(self, event: str) -> None:
         """Call a method of the callbacks, on all ranks: those of `RunCallback`, which any other callback may have, too."""
         for callback in self.callbacks if event == "on_start" else self.callbacks[::-1]:

@@ -1,7 +1,8 @@
-"""Take four steps of the real script with its largest batch; say what the whole run takes in time, memory and disk.
+"""Take six steps of each stage of the real script with its largest batch; say what the whole run takes in time, memory and disk.
 
 The script's `main` is called with other arguments and one more callback, so the dry run takes the path of the real run: data are
-opened, and a model is trained, evaluated and saved, in a hidden folder beside the output folder, which is removed.
+opened, frozen towers run once over some rows, and a model is trained, evaluated and saved, in a hidden folder beside the output
+folder, which is removed.
 """
 
 import logging
@@ -17,17 +18,19 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mm_utils.checkpointing.files import find_checkpoint, size_of
+from mm_utils.checkpointing.files import checkpoint_folders, find_checkpoint, size_of
 from mm_utils.distributed import RunError
 from mm_utils.run import finish
 from mm_utils.run.callbacks import RunContext
 from mm_utils.run.output_folder import misplaced, occupied
 from mm_utils.text import duration
 from mm_utils.training.arguments import TrainingArguments
+from mm_utils.training.starts import ALPHAS, BlockStart
 
 logger = logging.getLogger(__name__)
 
-STEPS, EVALUATED = 4, 32  # steps that are taken, and images of validation that are evaluated
+STEPS, EVALUATED = 6, 64  # steps of a stage that are taken, and images of validation that are evaluated
+_ROWS = {"train": "max_train_samples", "validation": "max_eval_samples"}
 SLOW_STEP, LOADER_SECONDS = 20.0, 4.0  # seconds of a step after which no other is taken, and of reading data alone
 
 
@@ -52,13 +55,14 @@ def dry_run(
     find_checkpoint(args.resume_from_checkpoint, folder)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     scratch, probe, largest = existing / f".dry-run-{folder.name}", _Probe(), args.batch_sizes.sizes[-1]
+    has_stages = bool(settings.get("fusion_layers") and settings.get("head_share"))
     most = {"max_train_samples": max(256, 2 * largest), "max_eval_samples": EVALUATED}
     overrides = {
-        **{"dry_run": False, "output_dir": scratch, "max_steps": STEPS},
+        **{"dry_run": False, "output_dir": scratch / "run", "max_steps": STEPS * (1 + has_stages)},
         **({"batch_size_schedule": f"0:{largest}"} if args.batch_size_schedule else {}),
         **{name: min(rows, settings.get(name) or sys.maxsize) for name, rows in most.items()},
-        # Towers and head at once: no step takes more. Where there is no head, a given flag of it would change the defaults.
-        **({"head_share": 0.0} if settings.get("fusion_layers") else {}),
+        # Where there is no head, a given flag of it would change the defaults.
+        **({"head_share": 0.5} if has_stages else {}),
         **{"logging_steps": 1, "save_steps": STEPS, "eval_steps": 0, "early_stopping_patience": 0},
         **{"report_to": "none", "load_best_model_at_end": False, "push_to_hub": False},
         **({"resume_from_checkpoint": "latest"} if args.resume_from_checkpoint else {}),
@@ -72,21 +76,28 @@ def dry_run(
 
     remove()
     finish.logger.disabled = True  # no summary of the trial
+    began = time.perf_counter()
     try:
         main([*(sys.argv[1:] if argv is None else argv), *flags], (probe,))
         if not probe.is_main_process:
             return {}
-        args = replace(args, global_batch_size=min(args.global_batch_size, probe.data.total_rows["train"]))
-        figures, largest = _forecast(args, probe, scratch), args.batch_sizes.sizes[-1]
+        elapsed, total = time.perf_counter() - began, probe.data.total_rows
+        rows = {
+            name: min(total[name], settings.get(flag) or sys.maxsize) for name, flag in _ROWS.items() if name in total
+        }
+        args = replace(args, global_batch_size=min(args.global_batch_size, rows["train"]))
+        figures = _forecast(args, settings, probe, rows, elapsed, scratch / "run")
+        largest = args.batch_sizes.sizes[-1]
     finally:
         finish.logger.disabled = False
         remove()
+    features = f"features {duration(figures['features_hours'])}, " if figures["features_hours"] else ""
     logger.info(
         "The whole run, by this dry run:\n"
-        f"  steps       {figures['steps']:,} of {largest} pairs, from {probe.data.total_rows['train']:,} {probe.data.medium}s\n"
+        f"  steps       {figures['steps']:,} of {largest} pairs, from {rows['train']:,} {probe.data.medium}s\n"
         f"  speed       {figures['pairs_per_second']:.4g} pairs/s; the loader alone reaches {probe.loaded:.4g}\n"
-        f"  time        {duration(figures['hours'])}: training {duration(figures['training_hours'])}, at most "
-        f"{figures['evaluations']} evaluations, {figures['checkpoints']} checkpoints, and what comes before the first step\n"
+        f"  time        {duration(figures['hours'])}: {features}training {duration(figures['training_hours'])}, at most "
+        f"{figures['evaluations']} evaluations, {figures['checkpoints']} checkpoints, the start and the end\n"
         f"  memory      {figures['peak_memory_gib']:.2f} GiB a process\n"
         f"  disk        {figures['disk_gb']:.3g} GB of checkpoints and model; {figures['free_disk_gb']:.4g} GB free\n"
         "The same command without --dry_run starts it."
@@ -101,20 +112,28 @@ class _Probe(TrainerCallback):
 
     def __init__(self) -> None:
         self.is_main_process, self.seconds = False, {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
+        self.measured = 0.0  # seconds, of all that is measured
+        self.stages: list[list[float]] = []  # of each stage, the seconds of its steps
 
     def on_start(self, context: RunContext) -> None:
         """Keep what decides evaluations, and the passes before the first step."""
         self.context, self.data = context, context.data
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Begin a stage."""
+        self.stages.append([])
+
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the clock: a step does not count the time that it waited for data."""
         self.last = time.perf_counter()
+        self.measured += kwargs.get("data_wait", 0.0)
 
     on_evaluate_begin = on_step_begin
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the time of a step; stop if others would take too long."""
         self._lap("step")
+        self.stages[-1].append(self.seconds["step"])
         control.should_training_stop = self.seconds["step"] > SLOW_STEP
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -131,42 +150,68 @@ class _Probe(TrainerCallback):
         self._lap("checkpoint")
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Time the loader alone."""
+        """Time the loader alone, after the last stage."""
         self.is_main_process = state.is_world_process_zero
+        if state.global_step < self.context.stages[-1].end and not control.should_training_stop:
+            return
         images, began, seconds = 0, time.perf_counter(), 0.0
         for batch in self.data.train_batches(state.global_step, state.global_step + 100_000):
             images, seconds = images + len(batch["image_ids"]), time.perf_counter() - began
             if seconds > LOADER_SECONDS:
                 break
+        self.measured += seconds
         self.loaded = sum(gather_object([images / seconds]))
+
+    def step_seconds(self, stage: int) -> float:
+        """Return the mean time of a step of a stage, or of the one before if no step of it was taken; the first one sets up."""
+        taken = [steps for steps in self.stages[: stage + 1] if steps][-1]
+        return sum(taken[1:] or taken) / len(taken[1:] or taken)
 
     def _lap(self, name: str) -> None:
         before, self.last = self.last, time.perf_counter()
         self.seconds[name] = self.last - before
+        self.measured += self.seconds[name]
 
 
-def _forecast(args: TrainingArguments, probe: _Probe, folder: Path) -> dict[str, float]:
-    """Return what the whole run will take."""
-    data, context, rows = probe.data, probe.context, probe.data.total_rows["train"]
-    steps = args.total_steps(rows)
-    trained, loaded = args.batch_sizes.sizes[-1] / probe.seconds["step"], probe.loaded
-    rate = min(trained, loaded) if data.loaders.arguments.num_workers else 1 / (1 / trained + 1 / loaded)
-    args = args.settled(args.batch_sizes, rows, context.has_baseline)
+def _forecast(
+    args: TrainingArguments,
+    settings: Mapping[str, Any],
+    probe: _Probe,
+    rows: Mapping[str, int],
+    elapsed: float,
+    folder: Path,
+) -> dict[str, float]:
+    """Return what the whole run takes, with `rows` by split; the trial took `elapsed` seconds, and its run lies in `folder`."""
+    data, context, sizes = probe.data, probe.context, args.batch_sizes
+    steps, largest = args.total_steps(rows["train"]), sizes.sizes[-1]
+    ends = [round((1 - settings["head_share"]) * steps), steps] if len(context.stages) > 1 else [steps]
+    training, begin = 0.0, 0
+    for stage, end in enumerate(ends):
+        trained, loaded = probe.step_seconds(stage), largest / probe.loaded
+        seconds = max(trained, loaded) if data.loaders.arguments.num_workers else trained + loaded
+        training += (sizes.before(end) - sizes.before(begin)) / largest * seconds
+        begin = end
+    args = args.settled(sizes, rows["train"], context.has_baseline)
     saved = max(2, steps // args.save_steps) if args.save_steps > 0 else 0  # the ends of two stages at least
     evaluations = (max(1, steps // args.eval_steps) if args.eval_steps > 0 else 1) + context.evaluates_start
     if args.keeps_best:  # each may be the best so far, and is measured once more if it is not the last
         saved, evaluations = max(saved, evaluations), evaluations + (evaluations > 1)
+    evaluations += any(isinstance(each, BlockStart) for each in context.callbacks)  # which measures the model as it is
+    evaluations += len(ALPHAS) * args.wise_ft
     # An old one goes after a new one is complete, and the best of a stage stays.
     kept = min(saved, args.save_total_limit + 1 + 2 * args.keeps_best)
-    checkpoint = find_checkpoint("latest", folder)
-    growth = data.total_rows["validation"] / len(data.splits["validation"])
-    training = args.batch_sizes.before(steps) / rate
+    written = [size_of(path) for path in checkpoint_folders(folder)]
+    growth = rows["validation"] / len(data.splits["validation"])
     others = evaluations * growth * probe.seconds["evaluation"] + saved * probe.seconds["checkpoint"]
-    before = sum(seconds * min(rows, most) / passed for seconds, passed, most in context.passes)
+    features = sum(seconds * min(rows["train"], most) / passed for seconds, passed, most in context.passes)
+    once = max(
+        0.0, elapsed - probe.measured - sum(seconds for seconds, *_ in context.passes)
+    )  # opening, pictures, card
     return {
-        **{"steps": steps, "evaluations": evaluations, "checkpoints": saved, "pairs_per_second": rate},
-        **{"hours": (before + training + others) / 3600, "training_hours": training / 3600},
+        **{"steps": steps, "evaluations": evaluations, "checkpoints": saved},
+        **{"pairs_per_second": sizes.before(steps) / training, "features_hours": features / 3600},
+        **{"hours": (once + features + training + others) / 3600, "training_hours": training / 3600},
         "peak_memory_gib": probe.logs["peak_memory_gib"],
-        "disk_gb": ((kept - 1) * (size_of(checkpoint) if checkpoint else 0) + size_of(folder)) / 1e9,
+        "disk_gb": (kept * max(written, default=0) + size_of(folder) - sum(written)) / 1e9,
         "free_disk_gb": shutil.disk_usage(folder).free / 1e9,
     }

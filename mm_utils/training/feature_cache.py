@@ -63,13 +63,17 @@ class CacheFeatures(RunCallback):
         from_features = all(getattr(each, "reads_features", False) for each in run.evaluators)
         splits = [split for split in ("train", *["validation"] * from_features) if split in run.data.splits]
         rows, work = run.data.num_rows, partial(cache_features, run.data, run.objective)
-        run.timed_pass(rows, rows, partial(work, run.run.accelerator, splits))
+        run.timed_pass(rows, rows, partial(work, run.run.accelerator, splits, run.feature_root))
 
 
 def cache_features(
-    data: TrainingData, objective: Objective, accelerator: Accelerator, splits: Sequence[str] = ("train",)
+    data: TrainingData,
+    objective: Objective,
+    accelerator: Accelerator,
+    splits: Sequence[str] = ("train",),
+    root: Path | None = None,
 ) -> None:
-    """Put frozen towers' output beside the rows of splits, as `data.features`.
+    """Put frozen towers' output beside the rows of splits, as `data.features`; it is stored below `root`, or in the datasets cache.
 
     Called on all ranks, before the model is prepared. Rows that are evaluated have image taps too, for a head that re-ranks;
     states of their captions are computed there, for the chosen pairs alone. A classifier reads the same of all rows.
@@ -88,7 +92,7 @@ def cache_features(
     for split in splits:
         found = rows = data.splits[split]
         batches, trains = evaluation_batches(len(rows), data.eval_batch_size), split == "train"
-        store = partial(stored_features, model=model, batches=batches, accelerator=accelerator)
+        store = partial(stored_features, model=model, batches=batches, accelerator=accelerator, root=root)
         if "vision" in towers:
             with_taps = objective.reads_taps or (not trains and objective.reranks and bool(model.voices))
             head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if with_taps else None
@@ -120,6 +124,7 @@ def stored_features(
     batches: Sequence[list[Draw]],
     accelerator: Accelerator,
     flag: str = "--cache_features",
+    root: Path | None = None,
 ) -> datasets.Dataset:
     """Return the stored features, one row per training row; compute them if there is no store.
 
@@ -127,12 +132,13 @@ def stored_features(
         tower: what computes the features; `model`, of which it is a part, is in evaluation mode meanwhile.
         depends_on: all that the features depend on besides tower and precision.
         blocks: the features of this rank's rows, one block for each of `batches`.
+        root: where they are stored; by default the datasets cache.
     """
     with ExitStack() as writing:
 
         def place() -> tuple[Path, Path | None]:
             key = key_of(name, weights_digest(tower), accelerator.mixed_precision, depends_on)
-            folder = place_of("features", key)
+            folder = place_of("features", key, root)
             if is_whole(folder):
                 return folder, None
             discard(folder)

@@ -116,7 +116,13 @@ class CacheTeacher(RunCallback):
         blocks = _embeddings(teacher, rows, batches, accelerator)
         embeddings = stored_features(
             *("teacher", teacher, depends_on, blocks),
-            **{"model": teacher, "batches": batches, "accelerator": accelerator, "flag": FLAG},
+            **{
+                "model": teacher,
+                "batches": batches,
+                "accelerator": accelerator,
+                "flag": FLAG,
+                "root": run.feature_root,
+            },
         )
         data.features["train"] = datasets.concatenate_datasets([data.rows("train"), embeddings], axis=1)
         data.identity["teacher"] = weights_digest(teacher)

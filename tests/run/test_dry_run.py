@@ -4,6 +4,7 @@ import logging
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 
 from mm_utils.run import dry_run
@@ -27,8 +28,9 @@ def test_the_figures_are_those_of_a_real_run_and_nothing_is_left_behind(tiny_fla
     (tmp_path / "kept").write_text("kept")
     before = files(tmp_path)
     flags = [*tiny_flags, "--max_steps", "40", "--global_batch_size", "12", "--save_steps", "10", "--eval_steps", "20"]
+    whole = ["--head_share", "0"]  # so that one step has the moments of all weights
     with caplog.at_level(logging.INFO):
-        found = run_dry(flags, tmp_path / "outputs" / "mine")
+        found = run_dry([*flags, *whole], tmp_path / "outputs" / "mine")
     assert files(tmp_path) == before
     assert "train: 16 images, validation: 8 images" in caplog.text
     assert re.search(r"speed +[\d.e+]+ pairs/s; the loader", caplog.text)
@@ -39,13 +41,34 @@ def test_the_figures_are_those_of_a_real_run_and_nothing_is_left_behind(tiny_fla
     assert found["dry_run_checkpoints"] == 4
     assert found["dry_run_training_hours"] * 3600 == pytest.approx(40 * 12 / found["dry_run_pairs_per_second"])
     assert found["dry_run_peak_memory_gib"] > 0
-    whole = ["--head_share", "0"]  # so that one step has the moments of all weights
     folder = tmp_path / "run"
     pretrain.main([*tiny_flags, *whole, "--max_steps", "1", "--save_steps", "1", "--output_dir", str(folder)])
     size = sum(path.stat().st_size for path in (folder / "checkpoint-1").rglob("*"))
     rest = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) - size
     expected = (4 * size + rest) / 1e9  # two checkpoints, one in writing, the best
     assert found["dry_run_disk_gb"] == pytest.approx(expected, rel=0.05)
+
+
+def test_each_stage_is_tried_and_only_the_rows_of_the_run_count(tiny_flags, tmp_path, monkeypatch):
+    taken = []
+
+    def seconds(probe: dry_run._Probe, stage: int) -> float:
+        taken[:] = map(len, probe.stages)
+        return (1000.0, 3000.0)[stage]  # beside which the loader takes no time
+
+    monkeypatch.setattr(dry_run._Probe, "step_seconds", seconds)
+    length = ["--max_steps", "-1", "--num_train_epochs", "12", "--max_train_samples", "8", "--global_batch_size", "4"]
+    found = run_dry([*tiny_flags, *length, "--head_share", "0.25"], tmp_path)
+    assert taken == [dry_run.STEPS, dry_run.STEPS]
+    assert found["dry_run_steps"] == 24
+    assert found["dry_run_training_hours"] * 3600 == pytest.approx(18 * 1000 + 6 * 3000, rel=1e-3)
+
+
+def test_features_of_a_dry_run_are_computed_each_time_and_none_are_kept(tiny_flags, tmp_path, own_cache):
+    flags = [*tiny_flags, "--freeze_vision", "--freeze_text", "--cache_features"]
+    for _ in range(2):
+        assert run_dry(flags, tmp_path)["dry_run_features_hours"] > 1e-6
+    assert not list(Path(datasets.config.HF_DATASETS_CACHE).glob("tandem_features/*"))
 
 
 TOWERS = ["--objectives", "sigmoid", "--fusion_layers", "0", "--rerank_top_k", "0"]

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
@@ -289,12 +289,15 @@ def parse_args(
         )
         parsed = parsed[: len(arg_classes)]
         _check_ranges(parsed)
+        _check_empty(parsed, {*named, *in_config})
     except ValueError as error:
         if passes_own_code(error):  # which a flag names
             raise
         parser.error(str(error))
     if rest and unknown and not any(word.startswith("-") for word in unknown):
         text = " ".join(unknown)
+        if rest in named:
+            parser.error(f"--{rest} is given, and {text!r} too; give one of them.")
         parsed = [dataclasses.replace(each, **{rest: text}) if hasattr(each, rest) else each for each in parsed]
     elif unknown:
         flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
@@ -322,7 +325,7 @@ def end_before_the_start(number: int, frame: Any) -> None:
 def _entries(config: str | None, recipe: str | None, without: Collection[str]) -> Iterator[tuple[str, "Entry", str]]:
     """Yield the flags of a recipe, then those of the file of `--config`, which are stronger, with their file."""
     for file, left_out in ((recipe, without), (config, ())):
-        entries = read_flat_yaml(file) if file else {}
+        entries = {} if file is None else read_flat_yaml(file)
         yield from ((key, entry, file or "") for key, entry in entries.items() if key not in left_out)
 
 
@@ -370,6 +373,14 @@ def _set_default(parser: _Parser, known: Mapping[str, argparse.Action], key: str
         action.default, action.required = parser._get_values(action, words), False  # type: ignore[attr-defined]
     except argparse.ArgumentError as error:
         raise ValueError(f"{place}: {error}") from error
+
+
+def _check_empty(parsed: Iterable[Any], given: Collection[str]) -> None:
+    """Raise ValueError for a text that is given and empty, as a variable of the shell that is not set would be."""
+    for each in parsed:
+        for field in dataclasses.fields(each):
+            if field.name in given and getattr(each, field.name) == "":
+                raise ValueError(f"--{field.name} is empty. Give a value, or leave the flag out.")
 
 
 def _did_you_mean(word: str, known: Collection[str]) -> str:

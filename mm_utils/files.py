@@ -110,7 +110,7 @@ def is_of_model(path: Path) -> bool:
 
 
 def changed_since_sums(folder: Path) -> list[str]:
-    """Return the names of a model's files that differ from the sums beside them; none where there are no sums.
+    """Return the names of a model's files that differ from the sums beside them, or are missing; none where there are no sums.
 
     Only files that were touched after the sums were written are read. Of a copy, that is all of them; if they agree, its sums are dated anew.
     """
@@ -125,6 +125,7 @@ def changed_since_sums(folder: Path) -> list[str]:
     files = [path for path in sorted(folder.glob("*.*")) if path in sums and is_of_model(path)]
     touched = [path for path in files if _touched(path) >= summed]
     changed = [path.name for path in touched if sha256(path) != sums[path]]
+    changed += [path.name for path in sums if path.parent == folder and is_of_model(path) and not path.exists()]
     if touched and not changed:
         with suppress(OSError):  # somebody else's
             os.utime(file)
@@ -199,6 +200,29 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _aside(final: Path) -> Path:
     return final.with_name(f".{final.name}.replaced")
+
+
+def writable_folder(path: str, flag: str) -> None:
+    """Create the folder that a flag names; raises ValueError, in one line, if it cannot be written."""
+    try:
+        write_a_file(Path(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(unwritable(flag, path, error)) from error
+
+
+def write_a_file(folder: Path) -> None:
+    """Create a folder, and a file in it that is removed at once; raises OSError, or ValueError for a name that no file can have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=".", dir=folder):
+        pass
+
+
+def unwritable(flag: str, path: str | Path, error: OSError | ValueError) -> str:
+    """Return what to say where the folder that a flag names cannot be written."""
+    why = getattr(error, "strerror", None) or str(error)
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        why = "it, or what it lies in, is a file"
+    return f"{flag} is {path}; it cannot be written: {why}. Give a folder that can."
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 # Quantifiers before something else are bounded: the text may come from a data file, and the search stays linear in it.
@@ -162,6 +163,12 @@ def one_line(error: BaseException, limit: int = 300) -> str:
         error = error.__cause__
     text = printable(redact(" ".join(f"{type(error).__name__}: {error}".split())))
     return shortened(text, limit).rstrip(".")
+
+
+def own_name(found: Any) -> str:
+    """Return how a user would name a function, or the class of something, as module.name."""
+    named = found if isinstance(found, FunctionType) else type(found)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def passes_own_code(error: BaseException) -> bool:

@@ -14,7 +14,6 @@ A benchmark, from your files:
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args, parse_first, required
 from mm_utils.data.arguments import EvaluatedDataArguments, ReadingArguments
@@ -44,6 +43,7 @@ from mm_utils.data.pairs import load_split
 from mm_utils.evaluation.metrics import half_widths
 from mm_utils.evaluation.recall_table import recall_lines
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
+from mm_utils.files import writable_folder
 from mm_utils.model.build import open_model
 from mm_utils.objectives.grounding.evaluation import of_split
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 2. Model.
     model, processor = open_model(args.model_name_or_path)
     if args.output_dir:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        writable_folder(args.output_dir, "--output_dir")
     if model.fusion is None:
         given.refuse("rerank_top_k", "the model has no fusion head")
 

@@ -11,7 +11,6 @@ Templates of your own:
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from mm_utils.arguments import arg, parse_args, parse_first, required
 from mm_utils.data.arguments import EvaluatedDataArguments, ReadingArguments
@@ -36,6 +35,7 @@ from mm_utils.data.batches.loaders import EVALUATION_BATCH, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
 from mm_utils.finetuning.evaluator import report_classes
 from mm_utils.finetuning.zero_shot import ZeroShotEvaluator, accuracy_lines, load_labelled
+from mm_utils.files import writable_folder
 from mm_utils.model.build import open_model
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 2. Model.
     model, processor = open_model(args.model_name_or_path)
     if args.output_dir:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        writable_folder(args.output_dir, "--output_dir")
 
     # 3. Data: the main process fills the cache first, the others read it.
     with distributed.first_then_others():

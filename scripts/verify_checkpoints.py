@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 3. Report.
     logger.info("\n%s", "\n".join(f"{name:<24}{'; '.join(lines) or 'undamaged'}" for name, lines in wrong.items()))
+    if not is_finished and (output_dir / "model.safetensors").is_file():
+        logger.warning("%s: the model was not checked, for it has no %s", output_dir, SUMS_FILE)
     if damaged := [name for name, lines in wrong.items() if lines]:
         raise RunError(
             f"Damaged in {output_dir}: {', '.join(damaged)}. Restore from a copy, or delete them; "

@@ -89,6 +89,8 @@ def test_yaml_values_have_the_flags_type(tmp_path: Path, line: str, name: str, v
         ("--batch_size 0", "--batch_size is 0; give at least 1."),
         ("--config a.yaml --config=b.yaml", "--config is a.yaml and b.yaml; one file is read."),
         ("--verbose maybe", "unknown argument maybe"),
+        ("--config=", "--config is ; that is no file"),
+        ("--name=", "--name is empty. Give a value, or leave the flag out."),
         ("--config nowhere.yaml", "--config is nowhere.yaml; there is no such file"),
     ],
 )

@@ -206,7 +206,7 @@ def test_what_was_changed_in_a_finished_model_is_found_and_only_what_was_touched
     (tmp_path / "older").replace(folder / "model.safetensors")  # its date of writing is before that of the sums
     (folder / "dual_encoder/config.json").write_text("not what is loaded")
     (folder / "tokenizer.json").unlink()
-    assert (changed_since_sums(folder), read) == (["model.safetensors"], ["model.safetensors"])
+    assert (changed_since_sums(folder), read) == (["model.safetensors", "tokenizer.json"], ["model.safetensors"])
     (folder / SUMS_FILE).unlink()
     assert changed_since_sums(folder) == []
 

@@ -28,6 +28,7 @@ from mm_utils.evaluation.reranking import (
     without_priors,
 )
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.text import own_name
 
 logger = logging.getLogger(__name__)
 
@@ -130,16 +131,18 @@ def in_turn(*evaluators: Evaluate) -> Evaluate:
             figures = evaluate(model, loader, accelerator)
             if not isinstance(figures, Mapping):
                 raise ValueError(
-                    f"an evaluator returns {figures!r}; figures are a dict of numbers by name. Return one."
+                    f"{own_name(evaluate)} returns {figures!r}; figures are a dict of numbers by name. Return one."
                 )
             for name, value in figures.items():
                 if name in found:
-                    raise ValueError(f"two evaluators return {name}; one would replace the other. Rename one of them.")
+                    raise ValueError(
+                        f"{own_name(evaluate)} returns {name}, as an evaluator before it does; one would replace the other. Rename one."
+                    )
                 try:
                     found[name] = value if isinstance(value, int) else float(value)
                 except (TypeError, ValueError) as error:
                     raise ValueError(
-                        f"an evaluator returns {name} = {value!r}; a metric is a number. Return one."
+                        f"{own_name(evaluate)} returns {name} = {value!r}; a metric is a number. Return one."
                     ) from error
         return found
 

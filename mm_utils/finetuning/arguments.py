@@ -39,12 +39,17 @@ class ZeroShotArguments(LabelArguments):
     def __post_init__(self) -> None:
         if self.split is not None and self.split.lower() not in SPLIT_NAMES:
             raise ValueError(f"--split is {self.split}; a split is train, validation or test. Choose one of them.")
-        if self.templates is not None and len(self.templates) == 1 and os.path.isfile(self.templates[0]):
-            lines = Path(self.templates[0]).read_text(encoding="utf-8-sig").splitlines()
+        given = ", ".join(self.templates or ())
+        is_file = os.path.isfile(given)
+        if is_file:
+            lines = Path(given).read_text(encoding="utf-8-sig").splitlines()
             self.templates = [line.strip().replace("{c}", "{}") for line in lines if line.strip()]
+        if self.templates == []:
+            raise ValueError(f"--templates is {given}; the file is empty. Write a template a line, such as 'a photo of {{}}'.")
         without = [template for template in self.templates or () if "{}" not in template]
         if without:
-            raise ValueError(f"--templates is {without[0]}; a template says with {{}} where the name goes. Add it.")
+            where = f"{given}, line '{without[0]}'" if is_file else without[0]
+            raise ValueError(f"--templates is {where}; a template says with {{}} where the name goes. Add it.")
 
 
 @dataclass

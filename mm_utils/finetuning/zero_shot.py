@@ -171,7 +171,7 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
     has_folders = os.path.isdir(sources[0].path) and detect(sources[0]) == "classes"  # whose names may be numbers
     if not known and (has_folders or not all(map(is_number, labels_of_all))):
         known = tuple(sorted(labels_of_all))  # also of classes that this split has no row of
-    given = class_names(Source(labels.classes, classes=labels.classes)) if labels.classes else {}
+    given = class_names(Source(labels.classes, title="", classes=labels.classes)) if labels.classes else {}
     known = known or tuple(sorted(filter(str.isdecimal, given), key=int))
     classes = _readable_names(known, given, labels.classes, title)
     number_of = {name: place for place, name in enumerate(known)}

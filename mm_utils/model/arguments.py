@@ -156,6 +156,7 @@ class ModelArguments(TowerArguments):
             value = getattr(self, name)
             if value not in presets and not Path(value).is_file():
                 raise ValueError(f"--{name} is {value!r}; give {', '.join(presets)} or the path of a config.json.")
+            preset(value, presets)
 
     @property
     def new_tokens(self) -> list[str]:
@@ -247,4 +248,14 @@ def vision_preset(args: ModelArguments, medium: str) -> dict[str, Any]:
 
 def preset(name: str, presets: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the preset of this name, or the content of the config.json of this path."""
-    return presets[name] if name in presets else json.loads(Path(name).read_text(encoding="utf-8"))
+    if name in presets:
+        return presets[name]
+    try:
+        config = json.loads(Path(name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{name} is no JSON ({error}). Give {', '.join(presets)}, or the config.json of a backbone."
+        ) from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(f"{name} has no model_type. Give {', '.join(presets)}, or the config.json of a backbone.")
+    return config

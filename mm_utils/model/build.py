@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.clap.modeling_clap import ClapProjectionLayer
 
 from mm_utils.model.adapt import (
@@ -219,6 +221,14 @@ def load_model(
     return model
 
 
+def _config_of(name: str, fields: dict[str, Any]) -> PreTrainedConfig:
+    if fields["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{name} has the model_type {fields['model_type']}, which transformers {transformers.__version__} does not know. Give another."
+        )
+    return AutoConfig.for_model(**fields)
+
+
 def _backbone(
     args: ModelArguments, tower: str, tokenizer: PreTrainedTokenizerBase, medium: str = "image"
 ) -> tuple[PreTrainedModel, str]:
@@ -228,10 +238,10 @@ def _backbone(
         made, pooling = load_tower(name, tower)
     elif tower == "vision":
         size = {"image_size": args.image_size} if args.image_size else {}
-        made = vision_tower(AutoConfig.for_model(**{**vision_preset(args, medium), **size}))
+        made = vision_tower(_config_of(args.vision_config, {**vision_preset(args, medium), **size}))
     else:
         words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-        made = AutoModel.from_config(AutoConfig.for_model(**{**preset(args.text_config, TEXT_PRESETS), **words}))
+        made = AutoModel.from_config(_config_of(args.text_config, {**preset(args.text_config, TEXT_PRESETS), **words}))
     if tower == "vision" and medium not in media_of(made):
         flag = f"--vision_model_name_or_path is {name}" if name else f"--vision_config is {args.vision_config}"
         raise ValueError(

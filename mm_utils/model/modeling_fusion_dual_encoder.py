@@ -994,7 +994,10 @@ class FusionDualEncoderForClassification(FusionDualEncoderModel):
     def predict(self, media: Any, texts: Any = None, batch_size: int = 32) -> Tensor:
         """Return the share of each class `[B, classes]`, on the CPU, of media, or of media and as many texts; see `encode`."""
         self.eval()
-        pixels = torch.cat([*self._inputs(media, self.config.medium, batch_size)])
+        parts = [*self._inputs(media, self.config.medium, batch_size)]
+        if not parts:
+            return torch.zeros(0, len(self.config.id2label or ()))
+        pixels = torch.cat(parts)
         tokens = () if texts is None else self.text_inputs([texts] if isinstance(texts, str) else texts)
         return self.classify(pixels, *tokens).softmax(-1).float().cpu()
 

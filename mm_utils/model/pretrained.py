@@ -193,8 +193,7 @@ def load_config(what: str, name: str) -> PreTrainedConfig:
     """
     if changed := changed_since_sums(Path(name)):
         raise ValueError(
-            f"{what}; its {changed[0]} is not what was written when the model was finished: the SHA-256 differs from that in "
-            f"{SUMS_FILE}. Restore it from a copy or, if the change is meant, delete {Path(name) / SUMS_FILE}."
+            f"{what}; its {changed[0]} is missing, or not what was written when the model was finished and {SUMS_FILE} says. Restore it from a copy or, if the change is meant, delete {Path(name) / SUMS_FILE}."
         )
     if Path(name).is_dir() and not Path(name, "config.json").is_file():
         raise ValueError(f"{what}; {_what_it_is(Path(name))}")

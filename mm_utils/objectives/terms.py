@@ -23,6 +23,7 @@ from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.model.fusion import KeysValues
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.losses import GlobalBatch
+from mm_utils.text import own_name
 
 Batch = dict[str, Any]
 Report = dict[str, Tensor]
@@ -110,7 +111,7 @@ class EmbeddingTerm(Term):
 
     def of_batch(self, image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch) -> Tensor:
         """Return the loss, a scalar, of all embeddings of all processes; every process computes it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{own_name(self)} has no method of_batch. Write one that returns the loss.")
 
     def loss(self, own: Encoded, batch: GlobalBatch) -> Tensor:
         """Return the global loss, the same value on all ranks.
@@ -131,7 +132,12 @@ class EmbeddingTerm(Term):
         if not isinstance(value, Tensor) or value.numel() != 1:
             shown = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"of_batch of {type(self).__name__} returns {shown}; a loss is a tensor of one number. Return a mean."
+                f"of_batch of {own_name(self)} returns {shown}; a loss is a tensor of one number. Return a mean."
+            )
+        if not value.requires_grad and image_NE.requires_grad:
+            raise ValueError(
+                f"of_batch of {own_name(self)} returns a loss without a gradient, which would teach nothing. Compute it from "
+                "image_NE and text_NE, and detach neither."
             )
         return value.detach() + world * (value - value.detach())
 

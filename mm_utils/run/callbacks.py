@@ -19,6 +19,7 @@ from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.output_folder import save_config
 from mm_utils.run.restarts import RestartRecord
 from mm_utils.run.start import Run
+from mm_utils.text import passes_own_code
 from mm_utils.training.callbacks import ProgressBar, Throughput
 from mm_utils.training.feature_cache import CacheFeatures
 from mm_utils.training.stages import Stage
@@ -91,9 +92,20 @@ def attach(given: Parsed, others: Sequence[TrainerCallback] = ()) -> list[Traine
         ValueError: if flags contradict each other, or `--callbacks` names no callback.
     """
     names = [name.strip() for name in (given["callbacks"] or "").split(",") if name.strip()]
-    own = [load_own(name, "--callbacks", TrainerCallback)() for name in names]
+    own = [_made(load_own(name, "--callbacks", TrainerCallback), name) for name in names]
     attached = [found for kind in KINDS if (found := kind.attach(given)) is not None]
     return [*attached, *own, *others]
+
+
+def _made(kind: type[TrainerCallback], name: str) -> TrainerCallback:
+    try:
+        return kind()
+    except TypeError as error:
+        if passes_own_code(error):
+            raise
+        raise ValueError(
+            f"--callbacks has {name}; {error}. It is made without arguments: give each a default."
+        ) from error
 
 
 def has_baseline(given: Parsed, data: TrainingData, callbacks: Sequence[TrainerCallback]) -> bool:

@@ -17,10 +17,11 @@ import yaml
 from mm_utils.checkpointing.files import LAST_CHECKPOINT, checkpoint_folders
 from mm_utils.data.rows.columns import kind_of_value
 from mm_utils.distributed import RunError
-from mm_utils.files import SUMS_FILE, write_atomic
+from mm_utils.files import SUMS_FILE, unwritable, write_a_file, write_atomic
+from mm_utils.reliability.skipped import SKIPPED_FILE
 from mm_utils.run.restarts import STARTS_FILE, earlier_starts, folder_of_launch
 from mm_utils.text import without_secrets
-from mm_utils.training.arguments import CONFIG_FILE, METRICS_FILE, TrainingArguments
+from mm_utils.training.arguments import CONFIG_FILE, METRICS_FILE, NONFINITE_FILE, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _DATA = ("train_file", "validation_file", "test_file", "dataset_name", "image_ro
 _OWN = (
     STARTS_FILE, METRICS_FILE, CONFIG_FILE, SUMS_FILE, "README.md", "config.json", "dual_encoder", "model*.safetensors*",
     "*processor_config.json", "tokenizer*", "vocab.*", "training.png", "retrieval.png", "results.json",
+    SKIPPED_FILE, NONFINITE_FILE, "classes.csv", "reading.py",
 )  # fmt: skip
 """What a run writes beside its checkpoints and others may have, as patterns of names."""
 _NOT_SAVED = ("resume_from_checkpoint", "dry_run")  # true of one start only
@@ -60,14 +62,11 @@ def claim_folder(
         is_restart = bool(before)
         problem = misplaced(folder, config) or occupied(folder, resume_from, is_restart)
         if not problem:
-            folder.mkdir(parents=True, exist_ok=True)
-            (probe := folder / ".writable").write_text("")
-            probe.unlink()
+            write_a_file(folder)
             # Another run may have had the lock, and be done: what it has left is not replaced.
             problem = lock_folder(folder) or occupied(folder, resume_from, is_restart)
     except (OSError, ValueError) as error:  # a ValueError comes from a name that no file can have
-        where, why = args.output_dir or Path("outputs").absolute(), getattr(error, "strerror", None) or str(error)
-        problem = f"--output_dir is {where}; it cannot be written: {why}. Give a folder that can."
+        problem = unwritable("--output_dir", args.output_dir or Path("outputs").absolute(), error)
     if problem:
         raise RunError(problem)
     assert folder is not None
@@ -125,7 +124,7 @@ def occupied(folder: Path, resume_from: str | None, is_restart: bool = False) ->
     others = sorted(
         path.name for path in paths if kind_of_value(path) is not None or any(path.match(pattern) for pattern in _OWN)
     )
-    if others and not (has_checkpoints or names & {STARTS_FILE, METRICS_FILE}):
+    if others and not (has_checkpoints or METRICS_FILE in names or earlier_starts(folder)):
         return (
             f"--output_dir is {folder}; it holds {others[0]}, which no run of this project wrote, and the run's files "
             "would replace it or lie beside it. Give a folder of its own, e.g. outputs/mine."

@@ -57,6 +57,8 @@ def earlier_starts(folder: Path, launch: Sequence[str] | None = None) -> list[di
         starts = json.loads((folder / STARTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
+    if not isinstance(starts, list):  # a file of somebody else
+        return []
     return starts if launch is None else [start for start in starts if set(launch) & set(start.get("launch", ()))]
 
 

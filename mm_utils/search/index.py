@@ -114,8 +114,12 @@ def check_folder(folder: Path) -> None:
     """Raise ValueError if the folder holds something else than an index."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--index_dir is {folder}; that is a file. Give a folder.")
-    others = (path.name for path in folder.iterdir()) if folder.is_dir() and not has_index(folder) else ()
-    if any(not name.startswith((".", PARTS, "rows-", SKIPPED)) for name in others):
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if has_index(folder):
+        is_foreign = b'"tandem-index"' not in (folder / _INFO).read_bytes()
+    else:
+        is_foreign = any(not name.startswith((".", PARTS, "rows-", SKIPPED)) for name in names)
+    if is_foreign:
         raise ValueError(
             f"--index_dir is {folder}; this folder holds something else. Give one that scripts/embed.py wrote, or to embed into, a new one."
         )

@@ -186,7 +186,7 @@ class Searcher:
 
     def search_text(self, text: str, top_k: int = 10, rerank: bool = True) -> list[Hit]:
         """Return the images that a text describes best; without `rerank`, by towers and captions alone; ValueError if it is blank."""
-        if not text.strip():
+        if not isinstance(text, str) or not text.strip():
             raise ValueError("The text is blank; nothing can be searched for by it. Write what the image shows.")
         with self._lock, torch.no_grad():
             for said in unread(self._tokenizer, [text], self._model.most_tokens(self._tokenizer), "The text"):

@@ -169,6 +169,11 @@ class Trainer:
                 f"the training data of process {distributed.rank()} ended after step {self.state.global_step} of "
                 f"{self.steps}. Give all processes the same data, and as much as at the start."
             )
+        if 0 < self.state.global_step <= self.step.nonfinite.count:
+            raise distributed.RunError(
+                f"None of {self.state.global_step} steps had a finite loss and gradient, so nothing was learnt; "
+                f"{self.step.nonfinite.path} names the terms. Look at them and at the images, or lower --learning_rate."
+            )
         return metrics
 
     @property
@@ -299,7 +304,9 @@ class Trainer:
                 self.callbacks.call("on_evaluate", metrics=metrics)
         if f"eval_{name}" not in metrics:
             known = ", ".join(each.removeprefix("eval_") for each in metrics)
-            raise ValueError(f"--metric_for_best_model is {name}; no evaluation measures it. Choose of {known}.")
+            raise ValueError(
+                f"--metric_for_best_model is {name}; this evaluation does not measure it. Choose of {known}."
+            )
 
     def _is_evaluated(self) -> bool:
         """Return whether the log has the evaluation of the present weights."""

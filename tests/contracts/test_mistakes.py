@@ -20,7 +20,10 @@ from scripts import pretrain
 MISTAKES = [
     ("scripts.eval_retrieval", "", "required: --model_name_or_path"),
     ("scripts.eval_zero_shot", "--model_name_or_path x --split dev2", "--split is dev2; a split is train"),
-    ("scripts.eval_zero_shot", "--model_name_or_path x --dataset_name y --templates '{}' 'a photo'", "--templates is a photo"),
+    ("scripts.eval_zero_shot", "--model_name_or_path x --dataset_name y --templates '{}' 'a photo'", "--templates is a photo; a template says"),
+    ("scripts.search", "--index_dir x --query blue red", "--query is given, and 'red' too; give one of them"),
+    ("scripts.pretrain", "--train_file ''", "--train_file is empty. Give a value, or leave the flag out."),
+    ("scripts.pretrain", "--text_config pyproject.toml", "pyproject.toml is no JSON"),
     ("scripts.eval_zero_shot", f"--model_name_or_path x --dataset_name y --templates {'a' * 300}", "a template says with {}"),  # no name of a file
     ("scripts.embed", "--model_name_or_path x --index_dir x --images x --split test", "has no splits"),
     ("scripts.export", "--model_name_or_path x --output_dir y --layout tf", "--layout is tf; choose one of plain, immich, open_clip"),
@@ -110,7 +113,7 @@ FOUND_LATER = [  # pretrain's words behind those of a tiny run, and what the lin
     ("--max_train_samples 1", "needs at least 2 pairs"),
     ("--batch_size_schedule 0:4,2:500", "--global_batch_size is 500, and the training split has 16 images"),
     ("--resume_from_checkpoint nowhere", "--resume_from_checkpoint is nowhere"),
-    ("--metric_for_best_model accuracy", "accuracy; no evaluation measures it. Choose of text"),
+    ("--metric_for_best_model accuracy", "accuracy; this evaluation does not measure it. Choose of text"),
     ("--fusion_layers 0", "--fusion_layers"),
     ("--wise_ft", "--wise_ft is set; the run does not start from a model"),
 ]

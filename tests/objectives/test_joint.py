@@ -240,6 +240,9 @@ def test_terms_of_ones_own_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "class Wide(EmbeddingTerm):\n"
         "    def of_batch(self, image_NE, text_NE, scale, batch):\n"
         "        return (image_NE - text_NE).square().sum(1)\n"
+        "class Deaf(EmbeddingTerm):\n"
+        "    def of_batch(self, image_NE, text_NE, scale, batch):\n"
+        "        return image_NE.detach().mean()\n"
     )
     monkeypatch.chdir(tmp_path)
     objective = build_objective(tiny_model(), ObjectiveArguments("contrastive,terms_of_mine.Mine:2"), 0)
@@ -250,9 +253,12 @@ def test_terms_of_ones_own_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert report["loss"] == pytest.approx(report["contrastive_loss"] + 2 * report["Mine_loss"])
     wide = build_objective(tiny_model(), ObjectiveArguments("contrastive,terms_of_mine.Wide"), 0)
     with pytest.raises(
-        ValueError, match=r"of_batch of Wide returns a tensor of \[\d+\]; a loss is a tensor of one number"
+        ValueError, match=r"of_batch of .*Wide returns a tensor of \[\d+\]; a loss is a tensor of one number"
     ):
         step(wide, global_batch(), 0)
+    deaf = build_objective(tiny_model(), ObjectiveArguments("contrastive,terms_of_mine.Deaf"), 0)
+    with pytest.raises(ValueError, match=r"of_batch of terms_of_mine\.Deaf returns a loss without a gradient"):
+        step(deaf, global_batch(), 0)
     for path in ("terms_of_mine.Other", "nowhere.Mine", "os.path"):
         with pytest.raises(ValueError, match=f"--objectives has {path}"):
             build_objective(tiny_model(), ObjectiveArguments(f"contrastive,{path}"), 0)

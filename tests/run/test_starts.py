@@ -339,6 +339,8 @@ def test_a_folder_with_a_run_is_taken_by_that_run_alone(
     folder = tmp_path / "a run"
     folder.mkdir()
     write_files(folder, names)
+    if "environment.json" in names:
+        (folder / "environment.json").write_text("[{}]")
     for _ in range(2):
         args = TrainingArguments(
             output_dir=str(folder), resume_from_checkpoint=resume_from and resume_from.format(folder=folder)

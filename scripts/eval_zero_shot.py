@@ -33,9 +33,9 @@ if __name__ == "__main__":
 from mm_utils import distributed
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, make_loaders
 from mm_utils.data.media.medium import kind_of_processor
+from mm_utils.files import writable_folder
 from mm_utils.finetuning.evaluator import report_classes
 from mm_utils.finetuning.zero_shot import ZeroShotEvaluator, accuracy_lines, load_labelled
-from mm_utils.files import writable_folder
 from mm_utils.model.build import open_model
 from mm_utils.run.start import make_accelerator, report_metrics, run_script
 

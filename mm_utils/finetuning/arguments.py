@@ -45,7 +45,9 @@ class ZeroShotArguments(LabelArguments):
             lines = Path(given).read_text(encoding="utf-8-sig").splitlines()
             self.templates = [line.strip().replace("{c}", "{}") for line in lines if line.strip()]
         if self.templates == []:
-            raise ValueError(f"--templates is {given}; the file is empty. Write a template a line, such as 'a photo of {{}}'.")
+            raise ValueError(
+                f"--templates is {given}; the file is empty. Write a template a line, such as 'a photo of {{}}'."
+            )
         without = [template for template in self.templates or () if "{}" not in template]
         if without:
             where = f"{given}, line '{without[0]}'" if is_file else without[0]

@@ -102,7 +102,7 @@ def test_a_metric_is_a_number_and_has_one_source(value: dict[str, Any]) -> None:
     measure = in_turn(lambda *_: {"recall": 0.5}, lambda *_: value)
     with pytest.raises(ValueError, match=next(iter(value))):
         measure(nothing, [], nothing)
-    with pytest.raises(ValueError, match="test_retrieval.* returns None; figures are a dict of numbers by name"):
+    with pytest.raises(ValueError, match=r"test_retrieval.* returns None; figures are a dict of numbers by name"):
         in_turn(lambda *_: nothing)(nothing, [], nothing)
 
 

@@ -27,7 +27,10 @@ class SearchArguments:
     """The index, the query, and the form of the answer."""
 
     index_dir: str = required("The folder that scripts/embed.py wrote.")
-    query: str | None = arg(None, "The text to search for; it may also stand alone, without this flag.")
+    query: str | None = arg(
+        None,
+        "The text to search for, such as dog -cat for dogs without cats; it may also stand alone, without this flag.",
+    )
     image: str | None = arg(
         None, "Search for what is similar to this file: an image or, in an index of sounds, a WAV file."
     )
@@ -76,13 +79,17 @@ def answer(searcher: Searcher, args: SearchArguments) -> Any:
     if args.copies:
         return searcher.copies()
     if args.image:
-        return searcher.search_file(args.image, args.top_k)
+        own, hits = searcher.search_file(args.image, args.top_k)
+        for hit in own:
+            logger.info("%s is in the index as %s", args.image, hit.id)
+        return hits
     return searcher.search_text(args.query or "", args.top_k)
 
 
-def table_of_hits(hits: list[Hit], reranks: bool, medium: str) -> list[str]:
-    """Return a head, and a line for each hit."""
-    lines = [f"rank   score{'  re-ranked' if reranks else ''}  {medium}"]
+def table_of_hits(hits: list[Hit], searcher: Searcher) -> list[str]:
+    """Return a head, a line for each hit, and one that says where none may fit."""
+    reranks = searcher.reranks
+    lines = [f"rank   score{'  re-ranked' if reranks else ''}  {searcher.info.medium}"]
     for hit in hits:
         again = "" if hit.reranked is None else f"{hit.reranked:.3f}"
         again = f"{again:>11}" if reranks else ""
@@ -90,6 +97,8 @@ def table_of_hits(hits: list[Hit], reranks: bool, medium: str) -> list[str]:
         words += f"  +{len(hit.copies)} near copies" if hit.copies else ""
         where = "  ".join(filter(None, [hit.id, hit.split, hit.path])) if hit.split else hit.path
         lines.append(printable(f"{hit.rank:>4}{hit.score:>8.3f}{again}  {where}{words}"))
+    if hits and all(hit.fits is False for hit in hits):
+        lines.append(f"Perhaps nothing fits: 1 of 100 texts of random letters reaches {searcher.info.level:.3f}, too.")
     return lines
 
 
@@ -153,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         lines = [json.dumps(each if args.copies else vars(each)) for each in found]
     else:
-        lines = table_of_copies(found) if args.copies else table_of_hits(found, searcher.reranks, medium)
+        lines = table_of_copies(found) if args.copies else table_of_hits(found, searcher)
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 

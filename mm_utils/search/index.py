@@ -50,6 +50,7 @@ class IndexInfo:
         medium: `image`, `clip` or `sound`.
         rows: name of the Arrow file.
         crc32: of all its columns but `_UNCHECKED`.
+        level: a score that 99 of 100 texts of random letters do not reach (`Searcher.level`); None of a few images.
     """
 
     model: str
@@ -59,6 +60,7 @@ class IndexInfo:
     medium: str = "image"
     rows: str = ""
     crc32: int = 0
+    level: float | None = None
 
     @property
     def columns(self) -> pa.Schema:
@@ -198,10 +200,9 @@ def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None
                     table = table.select(info.columns.names).cast(info.columns)
                     writer.write_table(table.combine_chunks())  # chosen rows are chunks of one row each
             written = pa.ipc.open_stream(pa.memory_map(str(new))).read_all()
-            info = replace(info, rows=new.name, crc32=_checksum(written))
+            info = replace(info, rows=new.name, crc32=_checksum(written), level=None)
         write_atomic(folder / SKIPPED, "".join(json.dumps(line) + "\n" for line in skipped))
-        content = {"format": "tandem-index", "version": VERSION, **vars(info)}
-        write_atomic(folder / _INFO, json.dumps(content, indent=2) + "\n")
+        write_info(folder, info)
     except BaseException:  # a full disk, which needs the room
         if new is not None:
             new.unlink(missing_ok=True)
@@ -211,6 +212,12 @@ def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None
             path.unlink(missing_ok=True)
     for parts in folder.glob(f"{PARTS}*"):
         shutil.rmtree(parts, ignore_errors=True)
+
+
+def write_info(folder: Path, info: IndexInfo) -> None:
+    """Write `index.json`."""
+    content = {"format": "tandem-index", "version": VERSION, **vars(info)}
+    write_atomic(folder / _INFO, json.dumps(content, indent=2) + "\n")
 
 
 def write_part(folder: Path, rows: list[dict[str, Any]], info: IndexInfo) -> None:

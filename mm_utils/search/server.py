@@ -23,7 +23,7 @@ from PIL import UnidentifiedImageError
 
 from mm_utils.distributed import RunError
 from mm_utils.model.reading import UnreadableError
-from mm_utils.search.searcher import Searcher
+from mm_utils.search.searcher import Hit, Searcher
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
             searcher = searcher.within(**part)
         except ValueError as error:
             raise _Refused(400, str(error).removeprefix("--")) from error
+        own: list[Hit] = []
         if isinstance(query, str):
             hits = searcher.search_text(query, count)
         elif isinstance(query, int):
@@ -146,13 +147,14 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 with self.server.decoding:
-                    hits = searcher.search_file(query, count)
+                    own, hits = searcher.search_file(query, count)
             except UnreadableError as error:
                 reason = re.sub("^(embedded image|the file): ", "", str(error))
                 if isinstance(error.__cause__, UnidentifiedImageError):
                     reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
                 raise _Refused(400, f"The {searcher.info.medium} cannot be read: {reason}.") from error
-        answer = {"total": searcher.searched, "undated": searcher.undated, "hits": [asdict(hit) for hit in hits]}
+        found = {"own": list(map(asdict, own)), "hits": list(map(asdict, hits))}
+        answer = {"total": searcher.searched, "undated": searcher.undated, **found}
         return "application/json", json.dumps(answer).encode()
 
     def _count(self) -> int:

@@ -43,9 +43,11 @@ from mm_utils.search.index import (
     open_index,
     read_parts,
     write_index,
+    write_info,
     write_part,
 )
 from mm_utils.search.listing import Listing, Reader, Skip
+from mm_utils.search.searcher import LEAST_LEVEL, Searcher
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +94,24 @@ def update_index(
                 before, rows = open_index(folder)
                 check_same_model(before, fingerprint, name, folder)
                 old = rows.data.table
-            plans.append(_Plan(folder, replace(before, texts=texts), old, listing, before.texts == texts))
+            same_texts = before.texts == texts
+            before = replace(before, texts=texts, level=before.level if same_texts else None)
+            plans.append(_Plan(folder, before, old, listing, same_texts))
             info = plans[0].info
             return info, plans[0].todo
 
         info, todo = distributed.on_first(begin)
         mine = todo[accelerator.process_index :: accelerator.num_processes]
         skipped = gather_object(embed_share(folder, info, listing, mine, len(todo), embedder, accelerator))
-        return distributed.on_first(lambda: plans[0].finish(skipped))
+
+        def end() -> dict[str, int]:
+            counts = plans[0].finish(skipped)
+            info, rows = open_index(folder)
+            if info.level is None and len(rows) >= LEAST_LEVEL:
+                write_info(folder, replace(info, level=Searcher(folder, embedder.model).level()))
+            return counts
+
+        return distributed.on_first(end)
 
 
 class _Plan:

@@ -6,6 +6,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from PIL import ExifTags, Image
 from mm_utils.data.media.medium import read_by
 from mm_utils.files import SUMS_FILE
 from mm_utils.model.build import open_model
+from mm_utils.search.index import open_index, write_info
 from mm_utils.search.listing import Listing, folder_listing
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.server import PageServer
@@ -148,6 +150,7 @@ def evil_searcher(reranking_model: Path, tmp_path_factory: pytest.TempPathFactor
     update_index(
         folder / "index", str(reranking_model), listing, make_embedder(reranking_model), Accelerator(cpu=True)
     )
+    write_info(folder / "index", replace(open_index(folder / "index")[0], level=-2.0))
     return Searcher(folder / "index", device="cpu", rerank_top_k=8)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mm_utils.data.media.pictures import picture
 from mm_utils.distributed import RunError
 from mm_utils.model.build import load_model
 from mm_utils.model.reading import UnreadableError
-from mm_utils.search.index import open_index
+from mm_utils.search.index import open_index, write_info
 from mm_utils.search.listing import Listing, folder_listing, pair_listing
 from mm_utils.search.searcher import Searcher, best, fused
 from mm_utils.search.updating import update_index
@@ -63,8 +64,12 @@ def test_an_image_finds_itself_first(searcher: Searcher) -> None:
         own = searcher.search_text(QUERY, 30)[row]
         hits = searcher.search_image(open_image({"bytes": None, "path": own.path}), 3)
         assert (hits[0].row, hits[0].score) == (own.row, pytest.approx(1, abs=1e-3))
-        assert own.row not in [hit.row for hit in searcher.search_file(own.path, 30)]
-        assert searcher.search_file(Path(own.path).read_bytes(), 3) == hits
+        for file in (own.path, Path(own.path).read_bytes()):
+            [same], others = searcher.search_file(file, 30)
+            assert same == hits[0]
+            assert [hit.row for hit in others] == [
+                hit.row for hit in searcher.search_image(open_image({"path": own.path}), 30)[1:]
+            ]
         near = searcher.similar(row, 29)
         assert row not in [hit.row for hit in near]
         assert len(near) == 29
@@ -114,6 +119,45 @@ def test_recall_is_that_of_the_evaluation(model: Path, corpus: Path, own_cache: 
         # the tiny model's scores are close; rounding to float16 may swap one pair
         recall = expected[f"text_to_image_recall@{k}"]
         assert (np.array(ranks) <= k).mean() == pytest.approx(recall, abs=1.5 / len(ranks))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "off"),
+    [
+        ("a red circle -blue", "a red circle", "blue"),
+        ("-blue a red -Square circle", "a red circle", "blue Square"),
+        ("dog -black-cat", "dog", "black-cat"),
+        *(
+            (text, text, "")
+            for text in ("SKU-10001", "a well-known dog", "a dog - a cat", "at -5 degrees", "a --dog-")
+        ),
+    ],
+)
+def test_words_behind_a_hyphen_are_taken_off(
+    text: str, wanted: str, off: str, index: Path, reranking_model: Path
+) -> None:
+    found = Searcher(index, str(reranking_model), device="cpu")
+    query, *others = load_model(str(reranking_model)).eval().encode(texts=[wanted, *([off] if off else [])])
+    query = F.normalize(query - 0.5 * others[0] if others else query, dim=0)
+    right = torch.tensor(open_index(index)[1]["embedding"][:]) @ query
+    hits = found.search_text(text, 30)
+    assert {hit.row: hit.score for hit in hits} == pytest.approx(dict(enumerate(right.tolist())), abs=1e-4)
+    assert {hit.reranked is None for hit in hits[:10]} == {bool(off)}
+    assert {hit.fits is None for hit in hits} == {bool(off)}
+
+
+def test_a_line_says_where_nothing_fits(index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An index keeps the score that texts without meaning reach; one that is above all scores, or below, decides the line."""
+    kept = Searcher(index, device="cpu")
+    assert kept.info.level == pytest.approx(kept.level())
+    shutil.copytree(index, tmp_path / "index")
+    for level, fits in ((2.0, False), (-2.0, True), (None, None)):
+        write_info(tmp_path / "index", replace(kept.info, level=level))
+        search.main(["--index_dir", str(tmp_path / "index"), QUERY])
+        said = "Perhaps nothing fits: 1 of 100 texts of random letters reaches 2.000, too."
+        assert (said in capsys.readouterr().out) is (fits is False)
+        search.main(["--index_dir", str(tmp_path / "index"), QUERY, "--json"])
+        assert {json.loads(line)["fits"] for line in capsys.readouterr().out.splitlines()} == {fits}
 
 
 CAPTIONS = [["A dog runs."], ["The dog, and a dog!"], [], ["a CAT", "a dog sleeps"], ["ein Hund"], ["A dog runs."]]
@@ -318,6 +362,8 @@ def test_what_cannot_be_searched_for_is_named(searcher: Searcher) -> None:
         searcher.within("00")
     with pytest.raises(ValueError, match="The text is blank"):
         searcher.search_text(" \n")
+    with pytest.raises(ValueError, match="The text only says what to leave out, cat dog; "):
+        searcher.search_text("-cat -dog")
     with pytest.raises(ValueError, match="There are 0 of a text"):
         search.main(["--index_dir", "index", " "])
     with pytest.raises(ValueError, match=r"--image is gone\.jpg; there is no such file"):
@@ -358,7 +404,7 @@ def test_copies_of_a_copy_are_in_the_same_hit(model: Path, tmp_path: Path) -> No
     update(tmp_path / "index", model, tmp_path / "photos")
     searcher = Searcher(tmp_path / "index", device="cpu")
     assert [{each["id"] for each in group} for group in searcher.copies()] == [same]
-    of_files = [searcher.search_file((tmp_path / "photos" / name).read_bytes(), 6) for name in same]
+    of_files = [searcher.search_image(Image.open(tmp_path / "photos" / name), 6) for name in same]
     for hits in (*of_files, searcher.search_text(QUERY, 9)):
         assert [{hit.id, *hit.copies} for hit in hits if hit.id in same] == [same]
 
@@ -367,10 +413,10 @@ def test_the_script_prints_a_table_and_json(index: Path, photos: Path, capsys: p
     search.main(["--index_dir", str(index), QUERY, "--top_k", "3"])
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["rank", "score", "image"]
-    assert [line.split()[0] for line in table[1:]] == ["1", "2", "3"]
+    assert [line.split()[0] for line in table[1:4]] == ["1", "2", "3"]
     search.main(["--index_dir", str(index), "--query", QUERY, "--top_k", "3", "--json"])
     hits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [hit["path"] for hit in hits] == [line.split()[2] for line in table[1:]]
+    assert [hit["path"] for hit in hits] == [line.split()[2] for line in table[1:4]]
     search.main(["--index_dir", str(index), "--image", str(photos / "0/004.png"), "--json"])
     found = [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()]
     assert len(found) == 10
@@ -415,8 +461,9 @@ def test_an_index_of_sounds_or_clips(medium: str, tmp_path: Path, monkeypatch: p
         return
     (tmp_path / "query.wav").write_bytes(media[3])
     for file in (media[3], str(tmp_path / "query.wav")):
-        first = found.search_file(file, 1)[0]
-        assert (first.row, first.score) == (3, pytest.approx(1, abs=2e-3))
+        [own], others = found.search_file(file)
+        assert (own.row, own.score) == (3, pytest.approx(1, abs=2e-3))
+        assert 3 not in [hit.row for hit in others]
     # No codec opens a stranger's file: a WAV file may hold MP3 and much else
     monkeypatch.setitem(sys.modules, "av", None)
     compressed = bytearray(media[0])

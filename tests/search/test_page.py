@@ -76,7 +76,7 @@ def visit(context: Any, page: Served) -> Iterator[Visit]:
 
 def test_a_text_is_asked_by_keys_alone_and_re_ranking_is_told(visit: Visit, page: Served) -> None:
     hits = page.searcher.search_text("a green square", 40)
-    visit.finds("Write what the image shows, or drop or paste an image on this page.")
+    visit.finds("Write what the image shows, or dog -cat to leave out cats, or drop or paste an image on this page.")
     expect(visit.tab.locator("#hits li")).to_have_count(40)  # some of the index, in its order and without scores
     expect(visit.tab.locator(".scores").first).to_have_text("")
     expect(visit.tab.get_by_role("searchbox")).to_be_focused()
@@ -100,8 +100,8 @@ def test_a_text_is_asked_by_keys_alone_and_re_ranking_is_told(visit: Visit, page
 def test_files_and_mistakes(visit: Visit, page: Served) -> None:
     own = page.searcher.search_text("x", 1)[0]
     visit.hand_over("drop", Path(own.path).read_bytes(), "sun.png")
-    visit.finds("40 of 40 images, best first.", [own.row])
-    expect(visit.tab.locator("#asked")).to_have_text("Like sun.png")
+    visit.finds("39 of 40 images, best first.", [page.searcher.similar(own.row)[0].row])
+    expect(visit.tab.locator("#asked")).to_have_text(f"Like sun.png, which is in the index: {own.path}")
     visit.hand_over("drop", b"", "")
     visit.finds("That is not a file. Drop, paste or choose the file of an image.")
     visit.hand_over("drop", b"", "large.png", 20 * 2**20 + 1)
@@ -120,9 +120,11 @@ def test_files_and_mistakes(visit: Visit, page: Served) -> None:
     visit.complaints.clear()  # the browser logs each of the last three
 
 
-def test_a_filter_stays_in_the_address(visit: Visit) -> None:
-    visit.find("a blue square")
-    visit.finds("40 of 40 images, best first.")
+def test_a_filter_stays_in_the_address(visit: Visit, page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(page.searcher, "_level", 2.0)
+        visit.find("a blue square")
+        visit.finds("40 of 40 images, best first. Perhaps nothing fits: texts without meaning score as high.")
     visit.tab.get_by_text("Filter").click()
     visit.tab.get_by_label("Folder").fill("1/")
     visit.tab.get_by_label("Folder").press("Enter")
@@ -145,7 +147,15 @@ def test_scripts_in_captions_and_names_are_text(visit: Visit, page: Served) -> N
     expect(card.locator(".caption")).to_have_text(EVIL_CAPTION)
     expect(card.locator(".path")).to_contain_text(EVIL_NAME)
     card.get_by_role("link", name="Open").click()
-    expect(visit.tab.locator("img")).not_to_have_js_property("naturalWidth", 0)
+    layer = visit.tab.get_by_role("dialog")
+    expect(layer.get_by_role("img")).not_to_have_js_property("naturalWidth", 0)
+    expect(layer).to_contain_text(EVIL_CAPTION)
+    expect(layer).to_contain_text(EVIL_NAME)
+    visit.tab.keyboard.press("Escape")
+    expect(layer).to_be_hidden()
+    card.get_by_role("link", name="Open").press("Enter")
+    layer.get_by_role("link", name="Similar").click()
+    visit.finds("39 of 40 images, best first.")
     visit.tab.go_back()
     visit.finds("40 of 40 images, best first.")
     assert visit.tab.locator("script").count() == 1

@@ -30,7 +30,9 @@ def test_a_text_is_answered(page: Served) -> None:
 def test_an_image_and_its_neighbours(page: Served) -> None:
     own = page.searcher.search_text("x", 1)[0]
     content = Path(own.path).read_bytes()
-    assert page.ask("/search?k=3", "POST", content, origin=f"http://127.0.0.1:{page.port}").hits[0]["row"] == own.row
+    answer = page.ask("/search?k=3", "POST", content, origin=f"http://127.0.0.1:{page.port}")
+    assert [hit["row"] for hit in answer.json["own"]] == [own.row]
+    assert own.row not in [hit["row"] for hit in answer.hits]
     near = page.ask(f"/similar/{own.row}?k=3").hits
     assert [hit["row"] for hit in near] == [hit.row for hit in page.searcher.similar(own.row, 3)]
     for path in (f"/image/{own.row}", f"/large/{own.row}"):
@@ -53,7 +55,7 @@ def test_sounds_and_clips_are_played(medium: str, tmp_path: Path) -> None:
     kind = "audio/wav" if medium == "sound" else "video/x-msvideo"
     assert (found.headers["content-type"], found.body) == (kind, media[0])
     if medium == "sound":
-        assert site.ask("/search?k=3", "POST", media[1]).hits[0]["row"] == 1
+        assert site.ask("/search?k=3", "POST", media[1]).json["own"][0]["row"] == 1
     wrong = site.ask("/search", "POST", b"<script>")
     assert (wrong.status, f"The {medium} cannot be read" in wrong.json["error"]) == (400, True)
     assert next(running, None) is None

@@ -43,6 +43,7 @@ class LabelledTask:
     splits: DatasetDict  # train, validation, perhaps test; `label` is the place in `classes`, or, outside train, -1 for another
     classes: list[str]
     has_texts: bool
+    total_rows: dict[str, int]  # of every split, before --max_train_samples and --max_eval_samples
 
 
 def open_task(
@@ -58,7 +59,8 @@ def open_task(
     with distributed.first_then_others():
         task = load_task(data_args, label_args, kind_of_processor(processor))
         task.splits = tokenize_splits(task.splits, processor.tokenizer, loader_args.max_seq_length)
-    return task, make_data(accelerator, task.splits, processor, loader_args, schedule, fits_batch=fits_batch)
+    total = task.total_rows
+    return task, make_data(accelerator, task.splits, processor, loader_args, schedule, (), total, fits_batch)
 
 
 def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image") -> LabelledTask:
@@ -97,12 +99,13 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
         raise ValueError(f"--caption_column is {args.caption_column}; it holds lists. Give one text a row.")
     if "validation" not in parts:
         parts |= _hold_out(parts["train"], title)
+    total_rows = {split: len(rows) for split, rows in parts.items()}
     for split, rows in parts.items():
         most = args.max_train_samples if split == "train" else args.max_eval_samples
         parts[split] = rows.select(first_of_classes(_labels(rows), most))
     classes = _classes(known, _labels(parts["train"]), title)
     splits = {split: _task_split(parts[split], classes, split) for split in SPLITS if split in parts}
-    return LabelledTask(DatasetDict(splits), classes, has_texts)
+    return LabelledTask(DatasetDict(splits), classes, has_texts, total_rows)
 
 
 def _unseen(places: Mapping[str, list[int]], rows: Dataset, title: str) -> list[int]:

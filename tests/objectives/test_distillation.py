@@ -49,7 +49,7 @@ def opened(teacher: str, **fields: Any) -> tuple[TrainingData, float | None]:
     if fields:
         cache_features(data, objective, Accelerator(cpu=True))
     run = SimpleNamespace(accelerator=Accelerator(cpu=True))
-    CacheTeacher(teacher).embed(SimpleNamespace(data=data, objective=objective, run=run))
+    CacheTeacher(teacher).embed(SimpleNamespace(data=data, objective=objective, run=run, feature_root=None))
     [scale] = [term.scale for term in objective.weights if isinstance(term, Distillation)]
     return data, scale
 

@@ -147,6 +147,17 @@ def test_a_column_of_splits_of_another_name_is_named(folder: Path, caplog: pytes
             assert (f"the column {name} has {value} and is not read" in caplog.text) is told
 
 
+def test_columns_of_times_of_other_names_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, end, told in (
+        ("Start Time", "end_sec", True),
+        ("start", "end_time", False),
+        ("started", "ended", False),
+    ):
+        caplog.clear()
+        read(listed(folder, {"audio": "a.wav", "caption": "a", name: 1, end: 2}))
+        assert (f"{name}, {end} are not read" in caplog.text) is told
+
+
 def test_splits_and_nulls_have_many_names_and_no_others() -> None:
     found = [split_of(name) for name in ("Training", "restval", " val ", "dev", "TEST", "eval")]
     assert found == [*["train"] * 2, *["validation"] * 2, *["test"] * 2]

@@ -277,7 +277,7 @@ def _splits_first(summary: dict[str, Any]) -> list[str]:
 def _missing_split(split: str, summary: dict[str, Any]) -> str:
     """Return what makes a split, or why its share made none."""
     if summary["own_splits"]:
-        return f"name some rows {split} in the column split"
+        return f"name some rows {split}, in the column split or by their folder"
     groups = summary["duplicates"]["groups"]
     if summary["settings"][f"{split}_fraction"] == 0 and groups >= _FEW_GROUPS:
         return f"--{split}_fraction 0.1 makes one"

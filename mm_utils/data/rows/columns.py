@@ -131,6 +131,7 @@ def find_columns(
         raise ValueError(
             f"{title}; the medium is {medium}, and the column {image} is of the kind {kind}. Name another."
         )
+    tell_times(names, medium, title)
     tell_splits([name for name in names if name not in (image, caption, label, group, *wanted.parts)], first, title)
     key = find_column("id_column", names, title, wanted.id, USUAL_NAMES["id"])
     key = None if wanted.labelled or key == image else key
@@ -216,6 +217,15 @@ def tell_splits(names: Sequence[str], first: Mapping[str, Any], title: str) -> N
         tell_once(
             f"{title}; the column {shortened(says[0])} has {first[says[0]]} and is not read. If it names splits, call it split, or "
             "all its rows are trained on."
+        )
+
+
+def tell_times(names: Sequence[str], medium: str, title: str) -> None:
+    """Log, once, that columns look like the times of clips or sounds, are not called start and end, and are not read."""
+    times = [name for name in names if re.fullmatch("(start|end)(time|s|sec|seconds)", _plain(name))]
+    if medium != "image" and times and not {"start", "end"} & {*names}:
+        tell_once(
+            f"{title}; {', '.join(times)} are not read, and files are taken whole. If they are seconds of the file, call them start and end."
         )
 
 

@@ -112,10 +112,11 @@ def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
                 continue
         if not images:
             continue
+        paths = [os.path.relpath(os.path.join(place, name), source.path) for name in images]
         if not parts or parts == ["."]:
             detail = f"{len(images):,} {medium}s lie in no class's folder, such as {images[0]}"
             fault = Fault("bad_label" if source.labelled else "unmatched_image", detail)
-            yield from ((f"file {name}", fault) for name in images)
+            yield from ((f"file {path}", fault) for path in paths)
             continue
         if len(parts) > 1 and not nested:
             nested = os.path.relpath(place, source.path)
@@ -128,11 +129,10 @@ def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
         matched = matched or class_key(parts[0]) in names or label in names.values()
         if not label:
             fault = Fault("caption_empty", f"the folder {parts[0]} names no class")
-            yield from ((f"file {os.path.relpath(os.path.join(place, name), source.path)}", fault) for name in images)
+            yield from ((f"file {path}", fault) for path in paths)
             continue
         captions = [] if source.labelled else [template.replace("{}", label) for template in templates]
-        for name in images:
-            path = os.path.relpath(os.path.join(place, name), source.path)
+        for path in paths:
             yield f"file {path}", {"image": path, "captions": captions, "label": [label], "split": split}
     if not matched:
         raise ValueError(

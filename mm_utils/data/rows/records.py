@@ -177,6 +177,8 @@ class RecordBuilder:
         written = value
         if isinstance(value, dict) and {"bytes", "path"} & set(value):
             written = value.get("path") or value.get("bytes")
+        if isinstance(written, str) and written.startswith("data:"):
+            raise Fault("bad_path", f"{written[:40]}... is a file written as text, not a path")
         if isinstance(written, str) and written.startswith("file:///"):
             written = unquote(written.removeprefix("file://"))
         path = image_path(written, self.jail)
@@ -252,8 +254,6 @@ def image_path(value: Any, jail: Jail) -> str:
         raise Fault("image_empty", "the cell of the image is empty")
     if not isinstance(value, str):
         raise Fault("bad_path", f"image is a {type(value).__name__}, not a path")
-    if value.startswith("data:"):
-        raise Fault("bad_path", f"{value[:40]}... is a file written as text, not a path")
     if is_url(value):
         raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")
     return jail.resolve(value)

@@ -66,7 +66,7 @@ if __name__ == "__main__":
     parse_first(SearchArguments, doc=__doc__, rest="query")
 
 from mm_utils.places import missing
-from mm_utils.run.script import run_script, set_up_logging
+from mm_utils.run.script import run_script, set_up_logging, use_cpu_well
 from mm_utils.search.searcher import Hit, Searcher
 from mm_utils.search.server import serve
 from mm_utils.text import printable, shortened
@@ -138,6 +138,7 @@ def main(argv: list[str] | None = None) -> None:
         )
 
     # 2. The index and its model.
+    use_cpu_well()
     searcher = Searcher(
         str(args.index_dir),
         args.model_name_or_path,

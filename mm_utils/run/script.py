@@ -3,12 +3,15 @@
 It stands apart from `mm_utils.run.start` because scripts that train nothing load it alone.
 """
 
+import ctypes
 import errno
 import faulthandler
+import gc
 import io
 import json
 import logging
 import os
+import platform
 import resource
 import signal
 import sys
@@ -22,10 +25,11 @@ from types import TracebackType
 from typing import Any
 
 import datasets
+import torch
 import transformers
 from tqdm.auto import tqdm
 
-from mm_utils import distributed
+from mm_utils import cores, distributed
 from mm_utils.arguments import end_before_the_start
 from mm_utils.distributed import RunError
 from mm_utils.files import errno_of
@@ -45,6 +49,7 @@ def run_script(main: Callable[[], Any], left: str = "What was not complete is no
     Whatever ends it, its workers end, and after a failure so does the process, seconds later. When one of several processes has
     failed, its launcher ends the others. `left` says what a stopped script leaves on disk.
     """
+    gc.enable()
     _outlive_readers()
     _stop_at_sigterm()
     status: Any = 1
@@ -222,6 +227,22 @@ def set_up_logging(main: bool = True, local_main: bool = True) -> None:
     if not local_main:
         datasets.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+
+
+def use_cpu_well() -> None:
+    """Use all cores, or OMP_NUM_THREADS of the launch; let the allocator keep its memory.
+
+    glibc returns the memory of every large tensor to the kernel, which clears it again for the next one: with MobileNetV2 at
+    224 px that was two thirds of the time. The numbers are M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h.
+    """
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted == "1" and not {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):
+        wanted = ""  # these launchers set 1 where nobody has set any
+    torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) else max(1, cores.cores_per_process()))
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        for option, value in ((-4, 0), (-1, -1), (-2, 2**28)):
+            libc.mallopt(option, value)
 
 
 class _BesideBars(logging.StreamHandler):

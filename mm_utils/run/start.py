@@ -1,10 +1,8 @@
 """Start a run: processes, logging, output folder, seed."""
 
-import ctypes
 import json
 import logging
 import os
-import platform
 import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,7 +13,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import set_seed
 
-from mm_utils import cores, distributed
+from mm_utils import distributed
 from mm_utils.arguments import Parsed, to_dict
 from mm_utils.data.arguments import SPLIT_NAMES
 from mm_utils.data.training_data import TrainingData
@@ -27,6 +25,7 @@ from mm_utils.run.output_folder import claim_folder, save_config
 from mm_utils.run.restarts import code_digest, describe_start, launcher_names, record_start
 from mm_utils.run.script import run_script as run_script
 from mm_utils.run.script import set_up_logging as set_up_logging
+from mm_utils.run.script import use_cpu_well
 from mm_utils.text import one_line
 from mm_utils.training.arguments import CONFIG_FILE, TrainingArguments
 
@@ -148,22 +147,6 @@ def make_accelerator() -> Accelerator:
         torch.set_float32_matmul_precision("high")  # TF32; the losses turn it off
     logger.info("%d x %s, mixed precision %s", accelerator.num_processes, device, accelerator.mixed_precision)
     return accelerator
-
-
-def use_cpu_well() -> None:
-    """Use all cores, or OMP_NUM_THREADS of the launch; let the allocator keep its memory.
-
-    glibc returns the memory of every large tensor to the kernel, which clears it again for the next one: with MobileNetV2 at
-    224 px that was two thirds of the time. The numbers are M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h.
-    """
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted == "1" and not {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):
-        wanted = ""  # these launchers set 1 where nobody has set any
-    torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) else max(1, cores.cores_per_process()))
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        for option, value in ((-4, 0), (-1, -1), (-2, 2**28)):
-            libc.mallopt(option, value)
 
 
 def report_metrics(

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from scipy.signal import spectrogram
 
 from mm_utils.data.images import open_image
 from mm_utils.data.media.riff import read_avi, read_wav
@@ -45,6 +44,7 @@ def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None 
 def _spectrogram(content: bytes) -> Image.Image:
     """Draw a sound over its time, the highest frequency on top."""
     from matplotlib import colormaps
+    from scipy.signal import spectrogram  # a tenth of the start of a search
 
     samples, rate = read_wav(content)
     size = max(16, round(_WINDOW * rate))

@@ -276,13 +276,14 @@ def _splits_first(summary: dict[str, Any]) -> list[str]:
 
 def _missing_split(split: str, summary: dict[str, Any]) -> str:
     """Return what makes a split, or why its share made none."""
-    if summary["own_splits"]:
-        return f"name some rows {split}, in the column split or by their folder"
-    groups = summary["duplicates"]["groups"]
-    if summary["settings"][f"{split}_fraction"] == 0 and groups >= _FEW_GROUPS:
+    by_name = f"name some rows {split}, in a column split or by their folder"
+    groups, has_share = summary["duplicates"]["groups"], summary["settings"][f"{split}_fraction"] != 0
+    if not has_share and groups >= _FEW_GROUPS:
         return f"--{split}_fraction 0.1 makes one"
+    if summary["own_splits"] or not (has_share or summary["ungrouped"]):
+        return by_name
     held = f"{_plural(groups, 'group')} of equal {summary['medium']}s or of group_column"
-    return f"the rows are in {held}, none of which is divided: name some of them {split} in a column split"
+    return f"the rows are in {held}, none of which is divided: add groups, or {by_name}"
 
 
 def _of_captions(captions: dict[str, Any], total: int, kind: str) -> Iterator[str]:

@@ -65,6 +65,7 @@ class SearchArguments:
 if __name__ == "__main__":
     parse_first(SearchArguments, doc=__doc__, rest="query")
 
+from mm_utils.model.reading import UnreadableError
 from mm_utils.places import missing
 from mm_utils.run.script import run_script, set_up_logging, use_cpu_well
 from mm_utils.search.searcher import Hit, Searcher
@@ -79,7 +80,13 @@ def answer(searcher: Searcher, args: SearchArguments) -> Any:
     if args.copies:
         return searcher.copies()
     if args.image:
-        own, hits = searcher.search_file(args.image, args.top_k)
+        try:
+            own, hits = searcher.search_file(args.image, args.top_k)
+        except UnreadableError as error:
+            what = {"image": "an image", "sound": "a sound"}.get(searcher.info.medium, f"a {searcher.info.medium}")
+            raise ValueError(
+                f"--image is {args.image}; it cannot be read as {what}: {error}. Give another file."
+            ) from error
         for hit in own:
             logger.info("%s is in the index as %s", args.image, hit.id)
         return hits

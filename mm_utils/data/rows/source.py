@@ -4,6 +4,9 @@ import re
 from dataclasses import dataclass
 
 from mm_utils.data.arguments import SPLIT_NAMES
+from mm_utils.data.arguments import DataArguments as DataArguments  # these three: code of users has them from here
+from mm_utils.data.arguments import EvaluatedDataArguments as EvaluatedDataArguments
+from mm_utils.data.arguments import PathArguments as PathArguments
 from mm_utils.data.faults import storable
 from mm_utils.data.media import medium as media
 from mm_utils.data.rows.columns import Columns, close_to

@@ -31,6 +31,7 @@ quality: $(VENV)/ready-to-check  ## What the continuous integration checks besid
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m tests.plain
 	$(VENV)/bin/python -m tests.gauge
 
 test: $(VENV)/ready-to-test  ## The quick tests.

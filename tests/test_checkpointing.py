@@ -83,7 +83,8 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_before_older_ones_go(
 ) -> None:
     saved(tmp_path, 1)
     events: list[tuple[str, str, int]] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync = os.fsync
+    rename = Path.rename
 
     def noted_fsync(handle: int) -> None:
         path = os.readlink(f"/proc/self/fd/{handle}")
@@ -100,7 +101,8 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_before_older_ones_go(
     remove_old_checkpoints(tmp_path, 1, [])
     temporary = str(tmp_path / ".checkpoint-2.tmp")
     renamed = events.index(("rename", temporary, 0))
-    before, after = events[:renamed], events[renamed + 1 :]
+    before = events[:renamed]
+    after = events[renamed + 1 :]
     for path in (path for path in final.rglob("*") if path.is_file()):
         name = f"{temporary}/{path.relative_to(final)}"
         assert ("fsync", name, path.stat().st_size) in before, f"{path.name}, or its end, is not on the disk"
@@ -182,7 +184,8 @@ def test_the_sums_of_a_model_name_its_files(tmp_path: Path) -> None:
 def test_what_was_changed_in_a_finished_model_is_found_and_only_what_was_touched_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, read = tmp_path / "run", []
+    folder = tmp_path / "run"
+    read = []
     (folder / "dual_encoder").mkdir(parents=True)
     for name in ("model.safetensors", "config.json", "tokenizer.json", "dual_encoder/config.json"):
         (folder / name).write_text(name)
@@ -234,7 +237,8 @@ def test_a_checkpoint_stays_until_callbacks_which_push_it_were_told(tmp_path: Pa
     def write(folder: Path) -> None:
         (folder / STATE_FILE).write_text("{}")
 
-    writer, snapshot = CheckpointWriter(tmp_path, 1), SimpleNamespace(weights={"weight": torch.ones(2)}, write=write)
+    writer = CheckpointWriter(tmp_path, 1)
+    snapshot = SimpleNamespace(weights={"weight": torch.ones(2)}, write=write)
     for step in (1, 2):
         writer.start(step, snapshot, ())  # type: ignore[arg-type]
     writer.wait()
@@ -353,7 +357,8 @@ def test_all_that_training_changes_comes_back_bit_for_bit(lora_rank: int, tmp_pa
 
 def test_adafactor_comes_back(tmp_path: Path) -> None:
     """Its state has other shapes than the parameters."""
-    straight, (objective, optimizer) = parts(optim="adafactor"), parts(optim="adafactor")
+    straight = parts(optim="adafactor")
+    (objective, optimizer) = parts(optim="adafactor")
     learn(*straight, 3)
     learn(objective, optimizer, 2)
     save_file(optimizer_tensors(optimizer, objective), tmp_path / OPTIMIZER_FILE)
@@ -380,7 +385,8 @@ def save_and_load(written: Path, given: Path) -> tuple[Any, Any]:
 
 def test_sharded_and_whole_read_each_other(tmp_path: Path) -> None:
     """And a step further both are where one is that was never stored."""
-    whole, in_parts = tmp_path / "checkpoint-3", tmp_path / "sharded" / "checkpoint-3"
+    whole = tmp_path / "checkpoint-3"
+    in_parts = tmp_path / "sharded" / "checkpoint-3"
     in_parts.parent.mkdir()
     saved = save(whole)
     on_ranks = run_on_ranks(2, save_and_load, in_parts, whole)

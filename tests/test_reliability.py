@@ -82,7 +82,8 @@ class Run:
     """Steps of `batch` rows, of which some are skipped for the given reasons."""
 
     def __init__(self, folder: Path, max_corrupt_share: float = 0.01, batch: int = 100, step: int = 0):
-        self.skipped, self.state = SkippedSamples(), TrainerState(global_step=step)
+        self.skipped = SkippedSamples()
+        self.state = TrainerState(global_step=step)
         self.args: Any = TrainingArguments(str(folder), global_batch_size=batch, max_corrupt_share=max_corrupt_share)
         self.event("on_train_begin")
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -84,8 +85,12 @@ class TrainingState:
         objective: Objective,
         optimizer: torch.optim.Optimizer,
     ):
-        self.accelerator, self.output_dir, self.processor = accelerator, output_dir, processor
-        self.objective, self.model, self.optimizer = objective, objective.model, optimizer
+        self.accelerator = accelerator
+        self.output_dir = output_dir
+        self.processor = processor
+        self.objective = objective
+        self.model = objective.model
+        self.optimizer = optimizer
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +102,8 @@ class TrainingState:
 
     def capture(self, state: TrainerState, run: dict[str, Any]) -> Snapshot:
         """Copy everything that training changes to the main process; called on all ranks."""
-        main, scaler = self.accelerator.is_main_process, self.accelerator.scaler
+        main = self.accelerator.is_main_process
+        scaler = self.accelerator.scaler
         run = {**run, "scaler": None if scaler is None else scaler.state_dict()}
         tensors = {}
         if not self._has_deepspeed:
@@ -125,14 +131,15 @@ class TrainingState:
             ValueError: if the checkpoint is of another model or another run.
         """
         run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        model = (settings(type(self.model.config).from_pretrained(path)), settings(self.model.config))
         recorded = run.get("flags") or {}
-        before, now = ({name: each[name] for name in flags if name in recorded} for each in (recorded, flags))
-        before |= {**model[0], **run["identity"]}
-        now |= {**model[1], **identity}
+        both = [name for name in flags if name in recorded]  # an earlier version had other flags
+        before = {name: recorded[name] for name in both}
+        before |= {**settings(type(self.model.config).from_pretrained(path)), **run["identity"]}
+        now = {name: flags[name] for name in both}
+        now |= {**settings(self.model.config), **identity}
         changed = ", ".join(
             f"{name} was {before.get(name)} and is {now.get(name)}"
-            for name in {**before, **now}
+            for name in before | now
             if before.get(name) != now.get(name)
         )
         if changed:
@@ -276,16 +283,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
             "Resume with the flags that froze or shaped the model when it was written."
         )
     state = optimizer.state_dict()
-    state["state"] = {
-        # A moment is sharded and lies in memory like its parameter, as fused optimizers ask for; step counts and Adafactor's sums
-        # of rows and columns have shapes of their own.
-        place: {
-            key: torch.empty_like(parameter).copy_(shard_like(value, parameter)) if key in _MOMENTS else value
-            for key, value in stored[name].items()
-        }
-        for place, (name, parameter) in enumerate(zip(trained, parameters, strict=True))
-        if name in stored
-    }
+    state["state"] = {place: stored[name] for place, name in enumerate(trained) if name in stored}
+    # A moment is sharded and lies in memory like its parameter, as fused optimizers ask for; step counts and Adafactor's sums of
+    # rows and columns have shapes of their own.
+    for place, values in state["state"].items():
+        parameter = parameters[place]
+        for key in _MOMENTS:
+            if key in values:
+                values[key] = torch.empty_like(parameter).copy_(shard_like(values[key], parameter))
     optimizer.load_state_dict(state)
 
 
@@ -295,8 +300,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
 def settings(config: PretrainedConfig) -> dict[str, Any]:
     """Return a configuration by name, `text_config.hidden_size` for a part."""
     flat = flatten_dict(json.loads(config.to_json_string(use_diff=False)))
-    private = {name for name in flat if any(part[:1] == "_" or part in _NOT_COMPARED for part in name.split("."))}
-    return {name: value for name, value in flat.items() if name not in private}
+    private = re.compile(rf"(^|\.)(_|({'|'.join(_NOT_COMPARED)})(\.|$))")
+    return {name: value for name, value in flat.items() if not private.search(name)}
 
 
 def comparable(flags: Mapping[str, Any]) -> dict[str, Any]:

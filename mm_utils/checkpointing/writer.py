@@ -40,8 +40,10 @@ class CheckpointWriter:
     """
 
     def __init__(self, output_dir: Path, limit: int):
-        self.output_dir, self.limit = output_dir, limit
-        self.failures, self.problem = 0, ""
+        self.output_dir = output_dir
+        self.limit = limit
+        self.failures = 0
+        self.problem = ""
         self.diverged = False
         self._thread: threading.Thread | None = None
         self._saved: list[int] = []  # steps whose completion `saved` has not returned yet
@@ -73,7 +75,8 @@ class CheckpointWriter:
         try:
             self._write(step, snapshot, keep)
         except distributed.RunError as error:
-            self.failures, self.problem = MOST_FAILURES, str(error)
+            self.failures = MOST_FAILURES
+            self.problem = str(error)
             self.diverged = True
         except Exception as error:  # of any kind: the training loop must know
             why = f"{type(error).__name__}: {error}"

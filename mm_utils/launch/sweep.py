@@ -29,7 +29,8 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
 
     from mm_utils.launch.cluster import fit
 
-    grid, top = parse_grid(args.tune), Path(command.folder, command.value_of("output_dir") or "")
+    grid = parse_grid(args.tune)
+    top = Path(command.folder, command.value_of("output_dir") or "")
 
     def run_trial(values: dict[str, str]) -> dict[str, Any]:
         folder = top / trial_name(values)
@@ -37,7 +38,8 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
         argv = (*command.argv, *(word for flag, value in flags.items() for word in (f"--{flag}", value)))
         return {"metrics": fit(args, replace(command, argv=argv), resources, f"{name}-{folder.name}")}
 
-    total, workers = ray.cluster_resources(), args.workers[1]
+    total = ray.cluster_resources()
+    workers = args.workers[1]
     together = max(1, min(int(total.get(kind, 0.0) // (workers * each)) for kind, each in resources.items()))
     results = tune.Tuner(
         # Ray wants something; the cores are for its workers.

@@ -50,7 +50,8 @@ class Interruption:
     def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.number:
-            self.number, self._since = number, now
+            self.number = number
+            self._since = now
             if os.getpid() == self._process:
                 with suppress(OSError):  # the keyboard's signal may have ended the reader, such as `tee`, before
                     os.write(2, _MESSAGE)

@@ -31,7 +31,9 @@ class NonfiniteSteps:
     """
 
     def __init__(self, path: Path, has_scaler: bool):
-        self.path, self.has_scaler, self.count = path, has_scaler, 0
+        self.path = path
+        self.has_scaler = has_scaler
+        self.count = 0
 
     def written(self) -> int:
         """Return how many its file names."""
@@ -52,7 +54,8 @@ class NonfiniteSteps:
         if math.isfinite(loss) and (self.has_scaler or math.isfinite(norm)):
             return math.isfinite(norm) and norm != 0
         self.count += 1
-        image_ids, step = gather_object(image_ids), step + 1
+        image_ids = gather_object(image_ids)
+        step += 1
         if distributed.rank() == 0:
             terms = {name: str(float(value)) for name, value in report.items() if not torch.isfinite(value).all()}
             figures = {**terms, "loss": str(loss), "grad_norm": str(norm)}

@@ -55,12 +55,15 @@ class HangDetection(TrainerCallback):
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self._step, self._phase, self._since = 0, "start", time.monotonic()
+        self._step = 0
+        self._phase = "start"
+        self._since = time.monotonic()
         self._thread = threading.get_ident()
         self._over = threading.Event()
 
     def __enter__(self) -> "HangDetection":
-        self._since, self._over = time.monotonic(), threading.Event()
+        self._since = time.monotonic()
+        self._over = threading.Event()
         if distributed.world_size() > 1:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -78,7 +81,9 @@ class HangDetection(TrainerCallback):
         """Record progress; all ranks enter the same phases in the same order."""
         if self._phase in SLOW_PHASES and phase not in SLOW_PHASES:
             distributed.any_rank(False, device)  # the short timeout must not start while a rank is in the slow phase
-        self._step, self._phase, self._since = step, phase, time.monotonic()
+        self._step = step
+        self._phase = phase
+        self._since = time.monotonic()
 
     # -- in the watching thread -----------------------------------------------------------------------------------------
 
@@ -96,9 +101,16 @@ class HangDetection(TrainerCallback):
         logger.error(
             "Stopped, because process %d (host %s, pid %d) has been in '%s' of step %d for %.0f s%s. "
             "--ddp_timeout is %.0f s; give more than %.0f if so long a wait is right. The stack, most recent call last:\n%s",
-            *(distributed.rank(), platform.node(), os.getpid(), self._phase, self._step, idle),
+            distributed.rank(),
+            platform.node(),
+            os.getpid(),
+            self._phase,
+            self._step,
+            idle,
             ", waiting for another process, which is stopped, or whose machine is lost" if waits else "",
-            *(self.timeout, limit, "".join(traceback.format_list(stack[-12:])).rstrip()),
+            self.timeout,
+            limit,
+            "".join(traceback.format_list(stack[-12:])).rstrip(),
         )
         for child in multiprocessing.active_children():
             child.kill()

@@ -62,7 +62,8 @@ def test_a_command_that_would_lose_its_run_is_refused(
 @pytest.fixture
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process as it was before `prepare`."""
-    folder, argv = Path.cwd(), sys.argv
+    folder = Path.cwd()
+    argv = sys.argv
     for name in (restarts.LAUNCHER_VARIABLE, LAUNCH_VARIABLE, "ACCELERATE_USE_CPU"):
         monkeypatch.setenv(name, "")
     yield

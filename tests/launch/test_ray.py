@@ -90,7 +90,8 @@ def strikes(folder: Path, killed_at: int | None = None, waits_at: dict[int, int]
 
 def difference(one: Path, other: Path) -> float:
     """The largest difference of any weight."""
-    found, right = weights(one), weights(other)
+    found = weights(one)
+    right = weights(other)
     assert found.keys() == right.keys()
     return max(float((found[name] - value).abs().max()) for name, value in right.items())
 
@@ -164,7 +165,8 @@ def test_machines_come_and_go(plain: Path, tiny_flags: list[str], tmp_path: Path
 def main() -> None:
     from ray.cluster_utils import Cluster
 
-    folder, words = Path(sys.argv[1]), sys.argv[2:]
+    folder = Path(sys.argv[1])
+    words = sys.argv[2:]
     cluster.RESIZE_SECONDS = 5.0
     small: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
     machines = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
@@ -233,7 +235,8 @@ def results(folder: Path) -> dict[str, bytes]:
 def test_prepared_on_ray_is_prepared_on_one_machine(sources: Path, tmp_path: Path) -> None:
     """Also when a worker is killed."""
     prepare_data.main(words(sources, tmp_path / "alone"))
-    alone, killed = results(tmp_path / "alone"), False
+    alone = results(tmp_path / "alone")
+    killed = False
     own = ["--num_workers", "3", str(ROOT / "scripts/prepare_data.py"), *words(sources, tmp_path / "data")]
     with start(tmp_path, [str(ROOT / "scripts/launch_ray.py"), *own]) as running:
         while running.poll() is None and not killed:

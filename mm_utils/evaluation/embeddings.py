@@ -28,7 +28,8 @@ from mm_utils.model.encoding import embed_texts, stored_text, vision_features
 from mm_utils.model.fusion import KeysValues
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 
-BLOCK, TILE = 2048, 1 << 26  # queries of a block, and their cosines with all items (256 MB), at most
+BLOCK = 2048  # queries of a block, at most
+TILE = 1 << 26  # their cosines with all items, at most: 256 MB
 
 
 def take_texts(text_T2L: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,9 +119,12 @@ class Embeddings:
         if self.text_key_T is None:
             return self.image_key_M
         _, place_T = self.text_key_T.unique(return_inverse=True)
-        group_M, before_M = self.image_key_M, torch.full_like(self.image_key_M, -1)
+        group_M = self.image_key_M
+        before_M = torch.full_like(self.image_key_M, -1)
+        # The least id passes from images to their captions and back; a chain of n images takes at most n rounds.
         while not torch.equal(group_M, before_M):
-            before_M, largest_T = group_M, torch.full_like(place_T, torch.iinfo(torch.long).max)
+            before_M = group_M
+            largest_T = torch.full_like(place_T, torch.iinfo(torch.long).max)
             least_T = largest_T.scatter_reduce(0, place_T, group_M[self.owner_T], "amin")[place_T]
             group_M = group_M.scatter_reduce(0, self.owner_T, least_T, "amin")
         return group_M
@@ -135,6 +139,7 @@ class Embeddings:
         """Return the keys of each image's captions, `[M, C]`, -1 where it has fewer."""
         owner_T, order_T = self.owner_T.sort(stable=True)
         count_M = owner_T.bincount(minlength=len(self.image_key_M))
+        # Sorted by image, a caption's place among those of its image is its own less the captions of all images before.
         place_T = torch.arange(len(owner_T), device=owner_T.device) - (count_M.cumsum(0) - count_M)[owner_T]
         keys_MC = text_key_T.new_full((len(count_M), int(count_M.max())), -1)
         keys_MC[owner_T, place_T] = text_key_T[order_T]
@@ -158,12 +163,19 @@ def embed_split(
         ValueError: if no image of the split can be decoded.
         RunError: if an embedding is not finite, or zero.
     """
-    width, device = model.config.projection_dim, accelerator.device
-    images, texts = [torch.empty(0, width, device=device)], [torch.empty(0, width, device=device)]
-    keys, caption_keys, text_keys, rows = ([torch.empty(0, dtype=torch.long, device=device)] for _ in range(4))
+    width = model.config.projection_dim
+    device = accelerator.device
+    images = [torch.empty(0, width, device=device)]
+    texts = [torch.empty(0, width, device=device)]
+    no_ids = torch.empty(0, dtype=torch.long, device=device)
+    keys = [no_ids]
+    caption_keys = [no_ids]
+    text_keys = [no_ids]
+    rows = [no_ids]
     tokens = [torch.empty(0, 2, 1, dtype=torch.long, device=device)]
     skipped: list[str] = []
-    cache, batches = _KeysValuesCache(cache_bytes), 0
+    cache = _KeysValuesCache(cache_bytes)
+    batches = 0
     for batch in tqdm(loader, desc="Embedding", leave=False, disable=not accelerator.is_main_process, delay=2):
         batches += 1
         skipped += batch["skipped"]
@@ -192,25 +204,26 @@ def embed_split(
         raise ValueError(f"no image of the evaluation split could be decoded; the first reasons are: {reasons}")
     first = sum(sizes[: distributed.rank()])
     batches_held = min(distributed.gather_sizes(len(cache.batches), device))
-    key_T, text_key_T = (distributed.gather(torch.cat(each), caption_sizes) for each in (caption_keys, text_keys))
+    key_T = distributed.gather(torch.cat(caption_keys), caption_sizes)
+    text_key_T = distributed.gather(torch.cat(text_keys), caption_sizes)
     pairs_2P = torch.stack([text_key_T, key_T]).unique(dim=1)  # fewer texts than these: one belongs to two images
     image_ME = distributed.gather(torch.cat(images), sizes)
     text_TE = distributed.gather(torch.cat(texts), caption_sizes)
     check_embeddings("images", image_ME)
     check_embeddings("texts", text_TE)
     return Embeddings(
-        image_ME,
-        text_TE,
-        distributed.gather(torch.cat(keys), sizes),
-        key_T,
-        distributed.gather(torch.cat(rows), sizes),
-        distributed.gather_ragged(cat_texts(tokens), caption_sizes),
-        range(first, first + sizes[distributed.rank()]),
-        skipped,
-        cache.joined(batches_held),
-        batches_held,
-        batches,
-        text_key_T if len(pairs_2P[0].unique()) < pairs_2P.shape[1] else None,
+        image_ME=image_ME,
+        text_TE=text_TE,
+        image_key_M=distributed.gather(torch.cat(keys), sizes),
+        caption_key_T=key_T,
+        rows_M=distributed.gather(torch.cat(rows), sizes),
+        text_T2L=distributed.gather_ragged(cat_texts(tokens), caption_sizes),
+        owned=range(first, first + sizes[distributed.rank()]),
+        skipped=skipped,
+        keys_values=cache.joined(batches_held),
+        batches_held=batches_held,
+        batches=batches,
+        text_key_T=text_key_T if len(pairs_2P[0].unique()) < pairs_2P.shape[1] else None,
     )
 
 
@@ -232,10 +245,11 @@ def image_shares(
     Every rank yields the same number of shares; some may be empty. The first share is what `embed_split` kept; it is
     removed from `split`, and freed when the next one is requested. `loader` must yield the same batches again.
     """
-    keys_values, split.keys_values = split.keys_values or (), None
+    keys_values = split.keys_values or ()
+    split.keys_values = None
     start = split.owned.start
     batches = islice(loader, split.batches_held, None)
-    for part in range(-(-split.batches // max(1, split.batches_held))):
+    for part in range(-(-split.batches // max(1, split.batches_held))):  # rounded up
         if part:
             cache = _KeysValuesCache(torch.inf)
             for batch in islice(batches, split.batches_held):
@@ -245,7 +259,8 @@ def image_shares(
             keys_values = cache.joined(split.batches_held) or ()
         images = range(start, start + (keys_values[0].shape[1] if keys_values else 0))
         yield images, keys_values
-        keys_values, start = (), images.stop
+        keys_values = ()
+        start = images.stop
 
 
 class _KeysValuesCache:
@@ -253,7 +268,8 @@ class _KeysValuesCache:
 
     def __init__(self, max_bytes: float):
         self.batches: list[KeysValues | None] = []
-        self.has_room, self.room = max_bytes > 0, max_bytes
+        self.has_room = max_bytes > 0
+        self.room = max_bytes
 
     def add(self, keys_values: KeysValues | None) -> None:
         self.room -= sum(layer.numel() * layer.element_size() for layer in keys_values or ())
@@ -265,7 +281,10 @@ class _KeysValuesCache:
         """Concatenate the first `count` batches; only one layer is in memory twice at a time."""
         parts = [list(batch) for batch in self.batches[:count] if batch is not None]
         self.batches.clear()
-        return tuple(torch.cat([part.pop(0) for part in parts], 1) for _ in range(len(parts[0]))) if parts else None
+        layers = []
+        while any(parts):
+            layers.append(torch.cat([part.pop(0) for part in parts], 1))
+        return tuple(layers) or None
 
 
 # -- ranking by cosine ------------------------------------------------------------------------------------------------
@@ -274,8 +293,9 @@ class _KeysValuesCache:
 def cosine_ranks(queries: Keyed, items: Keyed) -> Tensor:
     """Return where each query's best right item stands in its list, from 1, the same on all ranks."""
 
-    def block_ranks(part: slice) -> tuple[Tensor, ...]:
-        return (best_rank(queries.embeds[part] @ items.embeds.T, right_items(queries.take(part), items)),)
+    def block_ranks(part: slice) -> tuple[Tensor]:
+        score_QN = queries.embeds[part] @ items.embeds.T
+        return (best_rank(score_QN, right_items(queries.take(part), items)),)
 
     return _by_block(queries, items, block_ranks)[0]
 
@@ -294,7 +314,8 @@ def best_rank(score_QN: Tensor, right_QN: Tensor) -> Tensor:
 
 def _by_block(queries: Keyed, items: Keyed, function: Callable[[slice], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Apply `function` to this rank's queries in blocks; gather the columns of all ranks."""
-    rank, world = distributed.rank(), distributed.world_size()
+    rank = distributed.rank()
+    world = distributed.world_size()
     shares = [distributed.share(len(queries.key), part, world) for part in range(world)]
     blocks = tqdm(_blocks(shares[rank], items), desc="Ranking", leave=False, disable=rank > 0, delay=2)
     columns = zip(*map(function, blocks), strict=True)

@@ -53,7 +53,9 @@ class Gain:
     @property
     def sentence(self) -> str:
         """What was gained, for logs and the card."""
-        figure, after, floor = self.figure, f"{self.after:.3f}", f"{self.floor_name} {self.floor:.3f}"
+        figure = self.figure
+        after = f"{self.after:.3f}"
+        floor = f"{self.floor_name} {self.floor:.3f}"
         if self.note:
             return self.note
         if self.after - self.half <= self.floor:
@@ -88,13 +90,14 @@ def read_log(log: Path, metric: str) -> tuple[list[dict[str, float]], int | None
 def chance(split: Embeddings, direction: str) -> list[float]:
     """Return recall at each cut-off in random order: the mean share of queries with a right item there."""
     queries, items = split.directions[direction]
-    total, counts = len(items.key), Counter(count_right(queries, items).tolist())
-    return [
-        1
-        - sum(times * math.comb(total - count, min(k, total)) for count, times in counts.items())
-        / (math.comb(total, min(k, total)) * len(queries.key))
-        for k in CUTOFFS
-    ]
+    total = len(items.key)
+    counts = Counter(count_right(queries, items).tolist())
+    found = []
+    for k in CUTOFFS:
+        shown = min(k, total)
+        misses = sum(times * math.comb(total - count, shown) for count, times in counts.items())
+        found.append(1 - misses / (math.comb(total, shown) * len(queries.key)))
+    return found
 
 
 def recall_gained(
@@ -108,8 +111,10 @@ def recall_gained(
         is_paired: whether the evaluator's first evaluation was before the first step: then the interval is one of the
             difference of each query.
     """
-    split, ranks = evaluator.split, evaluator.directions
-    images, apart = len(split.image_key_M), len(split.group_M.unique())
+    split = evaluator.split
+    ranks = evaluator.directions
+    images = len(split.image_key_M)
+    apart = len(split.group_M.unique())
     groups = {name: each.queries.group for name, each in ranks.items()}
     after = {name: each.best_Q for name, each in ranks.items()}
     reranks = any(not torch.equal(after[name], each.cosine_Q) for name, each in ranks.items())

@@ -36,9 +36,11 @@ def wilson_interval(right: float, total: int) -> tuple[float, float]:
 
     From Wilson 1927, doi 10.2307/2276774.
     """
-    share, width = right / total, _NORMAL_95**2 / total
+    share = right / total
+    width = _NORMAL_95**2 / total
     half = _NORMAL_95 * math.sqrt(share * (1 - share) / total + width / (4 * total))
-    low, high = (share + width / 2 - half) / (1 + width), (share + width / 2 + half) / (1 + width)
+    low = (share + width / 2 - half) / (1 + width)
+    high = (share + width / 2 + half) / (1 + width)
     return max(0.0, low), min(1.0, high)
 
 
@@ -59,15 +61,18 @@ def mean_interval(value_Q: Tensor, group_Q: Tensor, weight_Q: Tensor | None = No
     value_Q = value_Q.double()
     weight_Q = torch.ones_like(value_Q) if weight_Q is None else weight_Q.double()
     group_M, place_Q = group_Q.unique(return_inverse=True)
-    images, mean = len(group_M), (weight_Q * value_Q).sum() / weight_Q.sum()
+    images = len(group_M)
+    mean = (weight_Q * value_Q).sum() / weight_Q.sum()
     residual_M = weight_Q.new_zeros(images).index_add_(0, place_Q, weight_Q * (value_Q - mean))
+    # images / (images - 1), as the mean was estimated from the same groups (Bessel)
     variance = ((residual_M / weight_Q.sum()) ** 2).sum().item() * images / max(1, images - 1)
     return mean.item(), _NORMAL_95 * math.sqrt(variance) if variance > 0 else min(1.0, 3 / images)
 
 
 def half_width(value_Q: Tensor, queries: Keyed) -> float | None:
     """Return half the width of the interval of queries' mean value; None if equal captions leave fewer than `FEW_GROUPS` groups."""
-    groups, images = len(queries.group.unique()), len(queries.key.unique())
+    groups = len(queries.group.unique())
+    images = len(queries.key.unique())
     return None if groups < min(images, FEW_GROUPS) else mean_interval(value_Q, queries.group)[1]
 
 
@@ -125,7 +130,8 @@ def half_widths(directions: dict[str, DirectionRanks]) -> dict[str, float]:
     found: dict[str, float | None] = {}
     for direction, ranks in directions.items():
         for k in CUTOFFS:
-            name, hit_Q = f"{direction}_recall@{k}", (ranks.cosine_Q <= k).double()
+            name = f"{direction}_recall@{k}"
+            hit_Q = (ranks.cosine_Q <= k).double()
             measured = {name: hit_Q}
             if ranks.reranked_Q is not None:
                 measured[f"rerank_{name}"] = (ranks.reranked_Q <= k).double()
@@ -146,7 +152,8 @@ def mean_gain(directions: Iterable[tuple[Tensor, Tensor, Tensor]]) -> tuple[floa
     Args:
         directions: of each, the queries' ranks before and after, and their groups.
     """
-    gains, groups = [], []
+    gains = []
+    groups = []
     for before_Q, after_Q, group_Q in directions:
         gains.append(torch.stack([(after_Q <= k).double() - (before_Q <= k).double() for k in CUTOFFS]).mean(0))
         groups.append(group_Q)

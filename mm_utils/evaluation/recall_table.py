@@ -20,13 +20,14 @@ def recall_lines(
     counted, queries = independent_queries(split, medium)
     rows = retrieval_rows(metrics, split, queries, medium, gain)
     width = max((len(name) for name, *_ in rows), default=0) + 2
-    lines = [
-        f"  {name:<{width}}" + "".join(f"R@{k} {cell:<24}" for k, cell in zip(CUTOFFS, cells, strict=False)).rstrip()
-        for name, *cells in rows
-    ]
-    few = too_few(images, medium, "The split")
-    title = f"Retrieval on the {images:,} {medium}s of {name}:"
-    return ["", title, *lines, f"  {sentence_case(counted)}.", *([f"  {few}"] if few else [])]
+    lines = ["", f"Retrieval on the {images:,} {medium}s of {name}:"]
+    for title, *cells in rows:
+        shown = "".join(f"R@{k} {cell:<24}" for k, cell in zip(CUTOFFS, cells, strict=False))
+        lines.append(f"  {title:<{width}}{shown.rstrip()}")
+    lines.append(f"  {sentence_case(counted)}.")
+    if few := too_few(images, medium, "The split"):
+        lines.append(f"  {few}")
+    return lines
 
 
 def retrieval_rows(
@@ -36,11 +37,12 @@ def retrieval_rows(
     rows: list[list[str]] = []
     for direction, title in DIRECTIONS.items():
         shown = title.replace("image", medium)
-        found = {
-            prefix: [metrics[name] for k in CUTOFFS if (name := f"{prefix}{direction}_recall@{k}") in metrics]
-            for prefix in MEASURED
-        }
         names = [f"eval_{direction}_recall@{k}" for k in CUTOFFS]
+        reranked = [name.replace("eval_", "eval_rerank_") for name in names]
+        found = {
+            "eval_": [metrics[name] for name in names if name in metrics],
+            "eval_rerank_": [metrics[name] for name in reranked if name in metrics],
+        }
         if gain and gain.starts and names[0] in gain.starts[0]:
             rows.append(
                 [f"{shown}, before training", *(_with_interval(gain.starts[0][name], queries) for name in names)]
@@ -58,7 +60,8 @@ def retrieval_rows(
 
 def independent_queries(split: Embeddings, medium: str) -> tuple[str, int]:
     """Return what the intervals of recalls count as a query, in words, and how many; 0 if there are too few for intervals."""
-    images, groups = len(split.group_M), len(split.group_M.unique())
+    images = len(split.group_M)
+    groups = len(split.group_M.unique())
     if groups < min(images, FEW_GROUPS):
         return f"equal captions leave {groups} independent groups of {medium}s, too few for intervals", 0
     counted = medium if groups == images else f"group of {medium}s with equal captions"

@@ -90,7 +90,8 @@ class PairScores:
 
     def __post_init__(self) -> None:
         order = self.pairs.argsort()
-        self.pairs, self.scores = self.pairs[order], self.scores[:, order]
+        self.pairs = self.pairs[order]
+        self.scores = self.scores[:, order]
 
     def __call__(self, wanted: Tensor) -> Tensor:
         """Return the voices of the pairs `wanted`, `[V, ...]`; minus infinity if not scored."""
@@ -122,7 +123,8 @@ class Listed(NamedTuple):
 
 def without_priors(candidates: dict[str, Listed], voice: int) -> dict[str, Listed]:
     """Subtract from a voice, by text, the log of its mean probability among the text's K candidates: how probable the text is by itself."""
-    of_texts, of_images = candidates["text_to_image"], candidates["image_to_text"]
+    of_texts = candidates["text_to_image"]
+    of_images = candidates["image_to_text"]
     prior_T = of_texts.voices_VQK[voice].logsumexp(1) - math.log(of_texts.voices_VQK.shape[2])
     for found, prior in ((of_texts, prior_T[:, None]), (of_images, prior_T[of_images.item_QK])):
         found.voices_VQK[voice] -= prior
@@ -131,7 +133,8 @@ def without_priors(candidates: dict[str, Listed], voice: int) -> dict[str, Liste
 
 def find_candidates(split: Embeddings, top_k: int, scale: float) -> dict[str, Listed]:
     """Find the candidates of each direction."""
-    found, texts = {}, len(split.text_TE)
+    found = {}
+    texts = len(split.text_TE)
     for direction, (queries, items) in split.directions.items():
         cosine_QK, item_QK = top_candidates(queries, items, top_k)
         query_Q1 = torch.arange(len(item_QK), device=item_QK.device)[:, None]
@@ -177,8 +180,10 @@ def score_pairs(
     Every rank scores the pairs of its own images, one share of images at a time. Pairs are sorted by text, so that a text is
     encoded once per share. The keys and values are removed from `split`, which was embedded from `loader`.
     """
-    pairs, text_T2L = pairs.unique(), split.text_T2L
-    scored, scores = [pairs[:0]], [torch.empty(0, len(voices), device=pairs.device)]
+    pairs = pairs.unique()
+    text_T2L = split.text_T2L
+    scored = [pairs[:0]]
+    scores = [torch.empty(0, len(voices), device=pairs.device)]
     progress = tqdm(desc="Re-ranking", unit="pair", leave=False, disable=not accelerator.is_main_process, delay=2)
     for images, keys_values in image_shares(model, split, loader, accelerator):
         image = pairs // len(text_T2L)
@@ -192,7 +197,8 @@ def score_pairs(
             if not len(block):  # a rank without images
                 continue
             text, place = (block % len(text_T2L)).unique(return_inverse=True)
-            (input_ids, mask), local = take_texts(text_T2L, text), block // len(text_T2L) - images.start
+            input_ids, mask = take_texts(text_T2L, text)
+            local = block // len(text_T2L) - images.start
             own = tuple(layer[:, local] for layer in keys_values)
             with accelerator.autocast():
                 _, states = model.encode_text(input_ids, mask)
@@ -200,11 +206,13 @@ def score_pairs(
             of_share.append(score_PV.float())
             progress.update(len(block))
         scored.append(mine)
+        # scores[0] is empty, for a share without pairs; what a rank scored to keep others company is cut off
         scores.append(torch.cat([*of_share, scores[0]])[: len(mine)])
         del keys_values  # before the next share is encoded
     mine = torch.cat(scored)
     sizes = distributed.gather_sizes(len(mine), mine.device)
-    all_pairs, all_scores = distributed.gather(mine, sizes), distributed.gather(torch.cat(scores), sizes)
+    all_pairs = distributed.gather(mine, sizes)
+    all_scores = distributed.gather(torch.cat(scores), sizes)
     return PairScores(all_pairs, all_scores.T)
 
 
@@ -214,15 +222,14 @@ def fit_weights(directions: list[Listed]) -> list[float]:
     They maximise the mean log likelihood of the right candidates under softmax_k(a cosine_k + sum_v b_v voice_vk), the
     conditional logit (McFadden 1974), over queries with a right and a wrong candidate; the weights are b / a.
     """
-    listed = [
-        (torch.cat([one.cosine_QK[None], one.voices_VQK])[:, some].double().cpu(), one.right_QK[some].cpu())
-        for one in directions
-        for some in [one.right_QK.any(1) & ~one.right_QK.all(1)]
-    ]
-    listed = [(score, right) for score, right in listed if len(right) and score.isfinite().all()]
     voices = len(directions[0].voices_VQK)
-    if len(listed) < len(directions):
-        return [0.0] * voices
+    listed = []
+    for one in directions:
+        some_Q = one.right_QK.any(1) & ~one.right_QK.all(1)
+        score = torch.cat([one.cosine_QK[None], one.voices_VQK])[:, some_Q].double().cpu()
+        if not some_Q.any() or not score.isfinite().all():
+            return [0.0] * voices
+        listed.append((score, one.right_QK[some_Q].cpu()))
     log_weight = torch.zeros(1 + voices, dtype=torch.double, requires_grad=True)
     optimizer = torch.optim.LBFGS([log_weight], max_iter=100, line_search_fn="strong_wolfe")
 

@@ -57,13 +57,9 @@ class RetrievalEvaluator:
 
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Evaluate `model` on the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""
-        metrics = self._measure(model, loader, accelerator)
-        self.first = self.first or {name: ranks.best_Q for name, ranks in self.directions.items()}
-        return metrics
-
-    def _measure(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         weights = self._weights(model) if self.args.rerank_top_k > 0 and model.fusion is not None else {}
-        device, reranks = accelerator.device, bool(weights)
+        device = accelerator.device
+        reranks = bool(weights)
         # On a GPU at most half of what is free.
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
         room = min(1e9 * CACHE_GB, free / 2) if reranks else 0
@@ -71,25 +67,28 @@ class RetrievalEvaluator:
         if split.skipped:
             logger.warning("%d images were left out of the evaluation: %s", len(split.skipped), split.skipped[:3])
         scale = full_tensor(model.logit_scale.detach()).float().exp().item()
-        others = {"image_spread": spread(split.image_ME), "text_spread": spread(split.text_TE)}
-        if not reranks:
+        if reranks:
+            candidates = find_candidates(split, self.args.rerank_top_k, scale)
+            listed = {name: found.pair_QK for name, found in candidates.items() if found.pair_QK is not None}
+            pairs = torch.cat([pair_QK.flatten() for pair_QK in listed.values()])
+            scores = score_pairs(model, split, pairs, loader, accelerator, list(weights))
+            candidates = {name: found._replace(voices_VQK=scores(listed[name])) for name, found in candidates.items()}
+            if "caption" in weights:
+                candidates = without_priors(candidates, list(weights).index("caption"))
+            weight_FV = torch.tensor([list(weights.values())] * FOLDS)
+            of_head = None
+            if self.fits:
+                weight_FV, of_head = self._fit(model, split, candidates, list(weights))
+            self.directions = rank_directions(split, candidates, weight_FV)
+            # Heads are compared by what they add, also where that is within noise and re-ranking stays off.
+            judged = [ranks.best_Q for ranks in (of_head or self.directions).values()]
+            head = {"head_mean_recall": mean_recall(judged)}
+        else:
             self.directions = rank_directions(split)
-            return retrieval_metrics(split, self.directions) | others
-        candidates = find_candidates(split, self.args.rerank_top_k, scale)
-        listed = {name: found.pair_QK for name, found in candidates.items() if found.pair_QK is not None}
-        pairs = torch.cat([pair_QK.flatten() for pair_QK in listed.values()])
-        scores = score_pairs(model, split, pairs, loader, accelerator, list(weights))
-        candidates = {name: found._replace(voices_VQK=scores(listed[name])) for name, found in candidates.items()}
-        if "caption" in weights:
-            candidates = without_priors(candidates, list(weights).index("caption"))
-        weight_FV, of_head = torch.tensor([list(weights.values())] * FOLDS), None
-        if self.fits:
-            weight_FV, of_head = self._fit(model, split, candidates, list(weights))
-        ranked = self.directions = rank_directions(split, candidates, weight_FV)
-        # Heads are compared by what they add, also where that is within noise and re-ranking stays off.
-        judged = [each.reranked_Q for each in (of_head or ranked).values() if each.reranked_Q is not None]
-        metrics = retrieval_metrics(split, ranked) | {"head_mean_recall": mean_recall(judged)}
-        return metrics | others
+            head = {}
+        self.first = self.first or {name: ranks.best_Q for name, ranks in self.directions.items()}
+        others = {"image_spread": spread(split.image_ME), "text_spread": spread(split.text_TE)}
+        return retrieval_metrics(split, self.directions) | head | others
 
     def _weights(self, model: FusionDualEncoderModel) -> dict[str, float]:
         """Return the voices to score pairs with, and their weights: 1 for those to be fitted."""
@@ -112,11 +111,16 @@ class RetrievalEvaluator:
         Where the head does not help beyond noise, weights are 0, and the ranks are still those by the head.
         """
         listed = list(candidates.values())
-        of_fold = [fit_weights([one.of_fold(1 - fold) for one in listed]) for fold in range(FOLDS)]
-        weights, weight_FV = fit_weights(listed), torch.tensor(of_fold)
+        of_fold = []
+        for fold in range(FOLDS):
+            others = [one.of_fold(1 - fold) for one in listed]
+            of_fold.append(fit_weights(others))
+        weights = fit_weights(listed)
+        weight_FV = torch.tensor(of_fold)
         ranked = rank_directions(split, candidates, weight_FV)
         if not helps(ranked):
-            weights, weight_FV = [0.0] * len(voices), torch.zeros_like(weight_FV)
+            weights = [0.0] * len(voices)
+            weight_FV = torch.zeros_like(weight_FV)
         model.config.rerank_weights = dict(zip(voices, weights, strict=True))
         logger.info(describe_weights(model))
         return weight_FV, ranked

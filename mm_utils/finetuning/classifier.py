@@ -47,10 +47,8 @@ def open_classifier(name: str) -> Any:
     Raises:
         ValueError: if it is another model, or there is none.
     """
-    config, title = (
-        check_model(name),
-        f"--output_file is for the classes of a folder, and --model_name_or_path is {name}",
-    )
+    config = check_model(name)
+    title = f"--output_file is for the classes of a folder, and --model_name_or_path is {name}"
     if FusionDualEncoderForClassification.__name__ not in (config.architectures or ()):
         raise ValueError(f"{title}; that is no classifier. Train one with scripts/finetune.py, or give --index_dir.")
     if config.classifier_inputs != "image":

@@ -34,7 +34,8 @@ def gather_rows(
     Raises:
         ValueError: if no row can be read.
     """
-    parts, skipped = [torch.empty(0, columns, dtype=torch.long, device=accelerator.device)], list[str]()
+    parts = [torch.empty(0, columns, dtype=torch.long, device=accelerator.device)]
+    skipped = list[str]()
     for batch in tqdm(loader, desc="Classifying", leave=False, disable=not accelerator.is_main_process, delay=2):
         skipped += batch["skipped"]
         if len(batch["rows"]):
@@ -86,7 +87,9 @@ def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Pa
     """
     pairs, times = predictions.unique(dim=0, return_counts=True)
     counts = {(label, guess): count for (label, guess), count in zip(pairs.tolist(), times.tolist(), strict=True)}
-    rows, guessed, mistakes = [0] * len(classes), [0] * len(classes), [(0, "")] * len(classes)
+    rows = [0] * len(classes)
+    guessed = [0] * len(classes)
+    mistakes = [(0, "")] * len(classes)
     for (label, guess), count in counts.items():
         guessed[guess] += count
         if label >= 0:
@@ -97,7 +100,8 @@ def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Pa
         table = csv.writer(file)
         table.writerow(("name", "rows", "recall", "precision", "most_confused_with", "times"))
         for number, name in enumerate(classes):
-            right, (count, other) = counts.get((number, number), 0), mistakes[number]
+            right = counts.get((number, number), 0)
+            count, other = mistakes[number]
             recall = right / rows[number] if rows[number] else None  # empty without rows
             precision = right / guessed[number] if guessed[number] else None
             figures = (name, rows[number], recall, precision, other, count)

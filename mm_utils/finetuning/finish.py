@@ -54,7 +54,9 @@ def finish_finetuning(
 
     gain = _accuracy_gained(context)
     finish(
-        *(context, gain, write),
+        context,
+        gain,
+        write,
         card=lambda: classification_card(context, model, task, argv),
         summary=lambda: _summary(context, model, task, gain),
     )
@@ -84,18 +86,19 @@ def classification_card(
     context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask, argv: Sequence[str] | None
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
-    run, metrics, medium = context.run, context.metrics, model.config.medium
+    run = context.run
+    metrics = context.metrics
+    medium = model.config.medium
     rows = []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         if f"{prefix}accuracy" in metrics:
-            accuracy, low, high, f1, majority = (
-                f"{metrics[prefix + name]:.3f}"
-                for name in ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
-            )
+            names = ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
+            accuracy, low, high, f1, majority = [f"{metrics[prefix + name]:.3f}" for name in names]
             rows.append([split, accuracy, f"{low} to {high}", f1, majority])
     what = f"It classifies into {len(task.classes)} classes by {classifier_input(model)}."
     return run_card(
-        *(context, argv),
+        context,
+        argv,
         about=f"{what} {describe_towers(context, model)}: {describe_sizes(context, model)}.",
         usage=usage(run.model, medium, model.config.classifier_inputs),
         medium=medium,
@@ -133,7 +136,8 @@ def classifier_input(model: FusionDualEncoderForClassification) -> str:
 def _summary(
     context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask, gain: Gain | None
 ) -> list[str]:
-    run, metrics = context.run, context.metrics
+    run = context.run
+    metrics = context.metrics
     lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}

@@ -39,14 +39,15 @@ def classify_folder(file: str, listing: Listing, classifier: Embedder, accelerat
         highest = logits_bC.float().softmax(1).max(1)
         for example, share, place in zip(examples, highest.values.tolist(), highest.indices.tolist(), strict=True):
             rows.append((example["id"], model.config.id2label[place], f"{share:.4f}"))
-    rows, skipped = gather_object(rows), [*listing.skipped, *gather_object(skipped)]
+    rows = gather_object(rows)
+    skipped = [*listing.skipped, *gather_object(skipped)]
 
     def write() -> None:
         table = sorted([*rows, *((line["id"], "", "") for line in skipped)])
         with open(file, "w", newline="", encoding="utf-8") as opened:
             writer = csv.writer(opened)
             writer.writerow(("path", "class", "probability"))
-            writer.writerows([no_formula(cell) for cell in row] for row in table)
+            writer.writerows(map(no_formula, row) for row in table)
 
     distributed.on_first(write)
     for line in skipped[:_NAMED]:

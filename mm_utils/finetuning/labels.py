@@ -82,8 +82,9 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
     else:
         rows, known = load_labelled_rows(sources, PathArguments(args.image_root, args.allow_outside_root))
         check_single(rows["answers"], title)
-        split_of = [split or "train" for split in rows["split"]]
-        places = {split: [at for at, own in enumerate(split_of) if own == split] for split in SPLITS}
+        places: dict[str, list[int]] = {split: [] for split in SPLITS}
+        for place, split in enumerate(rows["split"]):
+            places[split or "train"].append(place)
         places["train"] = _unseen(places, rows, title)
         parts = {split: rows.select(places[split]) for split in SPLITS if places[split]}
     if "train" not in parts:
@@ -217,7 +218,8 @@ def is_number(name: str) -> bool:
 
 def _task_split(rows: Dataset, classes: list[str], split: str) -> Dataset:
     """Lay ids, captions and labels beside the media."""
-    place, count = {name: number for number, name in enumerate(classes)}, len(rows)
+    place = {name: number for number, name in enumerate(classes)}
+    count = len(rows)
     columns: dict[str, Any] = {
         "id": [f"{split} {row}" for row in range(count)],
         "captions": [texts or [""] for texts in rows["captions"]],

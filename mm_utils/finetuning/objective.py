@@ -60,7 +60,8 @@ class ClassificationObjective(Objective):
         own = len(batch["rows"])
         shown = batch if own else blank_pair(batch)
         set_row_keys(self.model, shown.get("row_keys"))
-        logits_nC, label_n = classify(self.model, shown)[:own].float(), self.label_M[batch["rows"]]
+        logits_nC = classify(self.model, shown)[:own].float()
+        label_n = self.label_M[batch["rows"]]
         loss = F.cross_entropy(logits_nC, label_n, reduction="none").sum()
         correct = (logits_nC.argmax(1) == label_n).sum()
         sums = torch.stack([loss.detach(), correct.to(loss)])

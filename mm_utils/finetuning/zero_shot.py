@@ -69,9 +69,12 @@ class ZeroShotEvaluator:
         if unknown := unknown_names(tokenizer, images.classes, max_seq_length):
             logger.warning(
                 "%d of %d classes have words that the tokenizer does not know, and are not found by them: %s. Give other names.",
-                *(len(unknown), len(images.classes), shortened(", ".join(unknown), 200)),
+                len(unknown),
+                len(images.classes),
+                shortened(", ".join(unknown), 200),
             )
-        self.images, self.templates = images, len(templates)
+        self.images = images
+        self.templates = len(templates)
         texts = [template.replace("{}", name) for name in images.classes for template in templates]
         for said in unread(tokenizer, texts, max_seq_length, "The texts of the classes"):
             logger.warning("%s", said)
@@ -81,7 +84,8 @@ class ZeroShotEvaluator:
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Classify the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""
-        embeds_CE, label_M = self._embed_classes(model, accelerator), self.images.label_M.to(accelerator.device)
+        embeds_CE = self._embed_classes(model, accelerator)
+        label_M = self.images.label_M.to(accelerator.device)
 
         def classify(batch: dict[str, Any]) -> list[Tensor]:
             with accelerator.autocast():
@@ -96,11 +100,11 @@ class ZeroShotEvaluator:
 
     def _embed_classes(self, model: FusionDualEncoderModel, accelerator: Accelerator) -> Tensor:
         """Embed all texts, on each rank; return the unit embeddings of the classes `[C, E]`."""
-        input_ids, attention_mask = (tokens.to(accelerator.device) for tokens in self.tokens)
+        input_ids, attention_mask = self.tokens
         embeds = []
-        for low in range(0, len(input_ids), TEXTS):
+        for ids, mask in zip(input_ids.split(TEXTS), attention_mask.split(TEXTS), strict=True):
             with accelerator.autocast():
-                text_tE, _ = model.encode_text(input_ids[low : low + TEXTS], attention_mask[low : low + TEXTS])
+                text_tE, _ = model.encode_text(ids.to(accelerator.device), mask.to(accelerator.device))
             embeds.append(text_tE.float())
         text_tE = torch.cat(embeds)
         check_embeddings("class names", text_tE)
@@ -124,7 +128,8 @@ def rank_and_guess(score_bC: Tensor, label_b: Tensor) -> tuple[Tensor, Tensor]:
 
 def accuracy_metrics(label_M: Tensor, rank_M: Tensor, classes: int) -> dict[str, float]:
     """Return accuracy at 1 with its interval, its mean over classes; with 6 classes also at 5; by chance, and of the largest class."""
-    right_M, images_C = rank_M == 1, label_M.bincount(minlength=classes)
+    right_M = rank_M == 1
+    images_C = label_M.bincount(minlength=classes)
     found = evaluation_module("retrieval_recall", "ranks").compute(ranks=rank_M.numpy(), k=(1, 5))
     by_class_C = label_M[right_M].bincount(minlength=classes)[images_C > 0] / images_C[images_C > 0].double()
     metrics = share_with_interval("accuracy@1", found["recall@1"], len(rank_M)) | {
@@ -150,7 +155,8 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
             "--dataset_name is missing; it says what is measured. Give a labelled data set, or a folder of one."
         )
     usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
-    title, paths = sources[0].title, PathArguments(args.image_root, args.allow_outside_root)
+    title = sources[0].title
+    paths = PathArguments(args.image_root, args.allow_outside_root)
     there = defaultdict[str, set[str]](set)  # the sources of each split
     labels_of_all = set[str]()
     for source in sources:
@@ -181,7 +187,8 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
             f"{title}, row {unknown}: the label is {names[unknown]}; the {len(classes)} classes are {known[0]} to {known[-1]}. "
             "Name all of them in --classes."
         )
-    count, label_M = len(rows), torch.tensor([number_of[name] for name in names])
+    count = len(rows)
+    label_M = torch.tensor([number_of[name] for name in names])
     # The schema that evaluations read, without captions.
     beside = {"id": [f"row {row}" for row in range(count)], "image_key": list(range(count))}
     empty: dict[str, list[Any]] = {"input_ids": [[]] * count, "caption_keys": [[]] * count}
@@ -218,7 +225,10 @@ def _readable_names(known: Sequence[str], given: dict[str, str], file: str | Non
             found = in_order
             logger.warning(
                 "%s; %s names the classes in their order, %s as %s. Write lines 'id name' if that is not so",
-                *(title, file, known[0], found[0]),
+                title,
+                file,
+                known[0],
+                found[0],
             )
     coded = next(filter(WORDNET_ID.fullmatch, found), None)
     if not found or coded:
@@ -239,8 +249,10 @@ def _readable_names(known: Sequence[str], given: dict[str, str], file: str | Non
 
 def accuracy_lines(metrics: dict[str, float]) -> list[str]:
     """Return the accuracy with its interval, beside chance and the most frequent class, as lines of a screen."""
-    chance, majority = metrics["chance@1"], metrics["majority@1"]
-    low, high = metrics["accuracy@1_low"], metrics["accuracy@1_high"]
+    chance = metrics["chance@1"]
+    majority = metrics["majority@1"]
+    low = metrics["accuracy@1_low"]
+    high = metrics["accuracy@1_high"]
     return [
         "",
         f"  {'accuracy':<36}{metrics['accuracy@1']:.3f} ({low:.2f} to {high:.2f})",

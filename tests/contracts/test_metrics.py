@@ -107,13 +107,12 @@ def towers(case: Case) -> tuple[Figures, Figures]:
 def head(case: Case, top_k: int = 5, weight: float = 1.0) -> tuple[Figures, Figures]:
     model = spoiled(case)
     if case.spoiled == "NaN":  # of some cosines the sorting has no order; the head's scores are spoiled instead
-        model, case = TruthfulModel.with_noise(5, case.images), case._replace(spoiled="")
+        model = TruthfulModel.with_noise(5, case.images)
+        case = case._replace(spoiled="")
         model.logits[:] = NAN
     top_k = 1000 if case.spoiled == "ties" else top_k  # else it is chance which are among the first
-    measure, model.config.rerank_weights = (
-        RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k)),
-        {"match": weight},
-    )
+    measure = RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k))
+    model.config.rerank_weights = {"match": weight}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval, "CACHE_GB", case.cache)
         found = measure(model, model.batches(case.batch_size, case.unreadable), ACCELERATOR)
@@ -169,7 +168,8 @@ def by_names(case: Case) -> tuple[Figures, Figures]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_shot, "TEXTS", 4)
         found = evaluator(model, model.batches, ACCELERATOR)
-    label, hits = model.label[case.readable], torch.eye(len(CLASSES))[model.label[case.readable]].bool()
+    label = model.label[case.readable]
+    hits = torch.eye(len(CLASSES))[model.label[case.readable]].bool()
     ranks = [row.index(True) + 1 for row in lists_by_sorting(model.cosine[case.readable], hits)]
     guess = evaluator.guesses[:, 1].tolist()
     assert [one == right for one, right in zip(guess, label.tolist(), strict=True)] == [rank == 1 for rank in ranks]
@@ -197,10 +197,8 @@ def by_classifier(case: Case) -> tuple[Figures, Figures]:
     right = [label == guess for label, guess in pairs]
     scores = []
     for number in {number for pair in pairs for number in pair} - {-1}:
-        hits, times = (
-            pairs.count((number, number)),
-            sum((label == number) + (guess == number) for label, guess in pairs),
-        )
+        hits = pairs.count((number, number))
+        times = sum((label == number) + (guess == number) for label, guess in pairs)
         scores.append(2 * hits / times)
     low, high = wilson_interval(sum(right), len(right))
     known = [label for label, _ in pairs if label >= 0]
@@ -252,7 +250,8 @@ def random_split(images: int, most_captions: int, width: int, seed: int, levels:
     generator = torch.Generator().manual_seed(seed)
     counts = [int(torch.randint(1, most_captions + 1, (), generator=generator)) for _ in range(images)]
     owner = [image for image, count in enumerate(counts) for _ in range(count)]
-    image, text = (torch.randn(count, width, generator=generator) for count in (images, len(owner)))
+    image = torch.randn(images, width, generator=generator)
+    text = torch.randn(len(owner), width, generator=generator)
     if levels:
         return split_of((image * levels / 3).round(), (text * levels / 3).round(), owner)
     return split_of(normalize(image, dim=1), normalize(text + image[torch.tensor(owner)], dim=1), owner)

@@ -30,7 +30,8 @@ def test_wilson_interval_by_hand() -> None:
 
 def test_mean_interval_agrees_with_a_bootstrap_over_images() -> None:
     """Captions of an image are mostly right or wrong together, so that they count for little more than one."""
-    captions, generator = 5, torch.Generator().manual_seed(5)
+    captions = 5
+    generator = torch.Generator().manual_seed(5)
     ease_M = torch.rand(200, 1, generator=generator).round() * 0.8 + 0.1
     hit_MC = (torch.rand(200, captions, generator=generator) < ease_M).double()
     key_Q = (7 * torch.arange(200)).repeat_interleave(captions)
@@ -85,13 +86,15 @@ def test_spread_is_the_mean_distance_from_the_centroid() -> None:
 
 def split_of_kinds(kinds: int, media: int, captions: int, generator: torch.Generator) -> Embeddings:
     """Media of a kind share all their captions."""
-    kind_M, count = torch.arange(kinds).repeat_interleave(media), kinds * media
+    kind_M = torch.arange(kinds).repeat_interleave(media)
+    count = kinds * media
     owner_T = torch.arange(count).repeat_interleave(captions)
     text_T = kind_M[owner_T] * captions + torch.arange(captions).repeat(count)
     centre = torch.randn(kinds, 16, generator=generator)
     image_ME = centre[kind_M] + torch.randn(count, 16, generator=generator)
     text_TE = (centre.repeat_interleave(captions, 0) + torch.randn(kinds * captions, 16, generator=generator))[text_T]
-    image_ME, text_TE = (normalize(rows, dim=1) for rows in (image_ME, text_TE))
+    image_ME = normalize(image_ME, dim=1)
+    text_TE = normalize(text_TE, dim=1)
     texts = torch.zeros(len(owner_T), 2, 1)
     keys = 3 * torch.arange(count)
     return Embeddings(image_ME, text_TE, keys, keys[owner_T], torch.arange(count), texts, text_key_T=text_T)
@@ -103,7 +106,8 @@ def test_images_that_share_captions_are_one_group() -> None:
     split.text_key_T = torch.tensor([0, 1, 2, 3, 1, 2, 6, 7])
     assert split.group_M.tolist() == [0, 3, 6, 9, 3, 6, 18, 21]
     captions = torch.tensor([0, 0, 3, 3, 6, 9])  # two captions of the first two images
-    split.caption_key_T, split.text_key_T = captions, torch.tensor([5, 4, 4, 3, 3, 8])
+    split.caption_key_T = captions
+    split.text_key_T = torch.tensor([5, 4, 4, 3, 3, 8])
     split.image_key_M = torch.tensor([9, 6, 3, 0])
     assert split.group_M.tolist() == [9, 0, 0, 0]
     split.text_key_T = None
@@ -113,7 +117,8 @@ def test_images_that_share_captions_are_one_group() -> None:
 @pytest.mark.parametrize("kinds", [10, 40])
 def test_equal_captions_do_not_narrow_the_interval(kinds: int) -> None:
     """Kinds, media and captions are drawn anew: how often does the interval hold the true mean?"""
-    generator, found = torch.Generator().manual_seed(1), []
+    generator = torch.Generator().manual_seed(1)
+    found = []
     for _ in range(150):
         queries, items = split_of_kinds(kinds, 4, 2, generator).directions["text_to_image"]
         right_Q = (cosine_ranks(queries, items) <= 1).double()
@@ -122,6 +127,7 @@ def test_equal_captions_do_not_narrow_the_interval(kinds: int) -> None:
     if kinds < FEW_GROUPS:
         assert {half for _, half, _ in found} == {None}
         return
-    by_group, by_image = (sum(abs(row[0] - truth) <= (row[at] or 0) for row in found) / len(found) for at in (1, 2))
+    by_group = sum(abs(row[0] - truth) <= (row[1] or 0) for row in found) / len(found)
+    by_image = sum(abs(row[0] - truth) <= (row[2] or 0) for row in found) / len(found)
     assert by_group > 0.9
     assert by_image < 0.8

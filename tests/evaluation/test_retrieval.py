@@ -109,7 +109,8 @@ def test_a_metric_is_a_number_and_has_one_source(value: dict[str, Any]) -> None:
 # -- what training gained -----------------------------------------------------------------------------------------------
 def noisy(images: int, noise: float, seed: int = 0) -> Embeddings:
     drawn = torch.Generator().manual_seed(seed)
-    image, other = (torch.randn(images, 16, generator=drawn) for _ in range(2))
+    image = torch.randn(images, 16, generator=drawn)
+    other = torch.randn(images, 16, generator=drawn)
     return split_of(normalize(image, dim=1), normalize(image + noise * other, dim=1), list(range(images)))
 
 
@@ -141,7 +142,8 @@ CASES = [
 def test_a_gain_is_stated_beside_its_noise(
     images: int, before: float | None, after: float, saved: int | None, said: str, is_paired: bool, tmp_path: Path
 ) -> None:
-    evaluator, rows = RetrievalEvaluator(), []
+    evaluator = RetrievalEvaluator()
+    rows = []
     evaluator.split = noisy(images, after)
     evaluator.directions = rank_directions(evaluator.split)
     if before is not None:
@@ -219,14 +221,16 @@ class Writer(TruthfulModel):
 def test_the_prior_of_a_caption_is_subtracted() -> None:
     model: Any = Writer(23)
     generator = torch.Generator().manual_seed(3)
-    texts, scale = len(model.owner), model.logit_scale.exp().item()
+    texts = len(model.owner)
+    scale = model.logit_scale.exp().item()
     model.logits = torch.randn(23, texts, generator=generator)
     model.log_probs = 4 * torch.randn(23, texts, generator=generator) - 30 * torch.rand(texts, generator=generator)
     model.config.rerank_weights = {"caption": 0.5, "match": 2}
     measure = RetrievalEvaluator(EvaluationArguments(rerank_top_k=texts))
     measure(model, model.batches(5), ACCELERATOR)
     of_head = 0.5 * (model.log_probs - model.log_probs.logsumexp(0)) + 2 * model.logits
-    right, cosine = torch.tensor(model.owner)[:, None] == torch.arange(23), model.text @ model.image.T
+    right = torch.tensor(model.owner)[:, None] == torch.arange(23)
+    cosine = model.text @ model.image.T
     expected = (
         ranks_by_sorting(cosine, right, of_head.T, texts, scale),
         ranks_by_sorting(cosine.T, right.T, of_head, texts, scale),
@@ -288,14 +292,16 @@ def test_a_head_without_weight_scores_no_pair(stored: dict[str, float]) -> None:
 def listed(seed: int, truth: tuple[float, ...]) -> Listed:
     """Queries whose right candidate is drawn by softmax(cosine + sum of truth x voice), so that truth is the answer."""
     generator = torch.Generator().manual_seed(seed)
-    cosine, voices = torch.randn(3000, 6, generator=generator), torch.randn(len(truth), 3000, 6, generator=generator)
+    cosine = torch.randn(3000, 6, generator=generator)
+    voices = torch.randn(len(truth), 3000, 6, generator=generator)
     logits = cosine + torch.einsum("v,vqk->qk", torch.tensor(truth), voices)
     chosen = torch.multinomial(logits.softmax(1), 1, generator=generator)
     return Listed(cosine, voices, torch.arange(6) == chosen, torch.arange(3000))
 
 
 def test_the_weights_are_the_likeliest() -> None:
-    one, other = listed(1, (0.7, 0.0, 2.0)), listed(2, (0.7, 0.0, 2.0))
+    one = listed(1, (0.7, 0.0, 2.0))
+    other = listed(2, (0.7, 0.0, 2.0))
     found = torch.tensor(fit_weights([one, other]))
     torch.testing.assert_close(found, torch.tensor([0.7, 0.0, 2.0]), atol=0.1, rtol=0.1)
 

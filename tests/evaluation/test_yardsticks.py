@@ -30,10 +30,12 @@ def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def photos(stock: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Noisy shapes in `classes/`, a folder for each, and `pairs.jsonl`, of one to three captions an image."""
-    folder, noise = tmp_path_factory.mktemp("photos"), random.Random(0)
+    folder = tmp_path_factory.mktemp("photos")
+    noise = random.Random(0)
     rows = []
     for number in range(IMAGES):
-        colour, shape = noise.choice(list(COLOURS)), noise.choice(SHAPES)
+        colour = noise.choice(list(COLOURS))
+        shape = noise.choice(SHAPES)
         image = draw(colour, shape).resize(SHAPE[stock[0]])
         image = Image.blend(image, Image.effect_noise(image.size, 90).convert("RGB"), 0.4)
         path = folder / "classes" / colour / f"{number}.png"
@@ -61,10 +63,12 @@ def test_retrieval_equals_a_plain_loop(stock: tuple[str, str], photos: Path) -> 
     rows = [json.loads(line) for line in (photos / "pairs.jsonl").read_text().splitlines()]
     texts = [caption for row in rows for caption in row["captions"]]
     owner = torch.tensor([number for number, row in enumerate(rows) for _ in row["captions"]])
-    model, processor = AutoModel.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
     images = [Image.open(photos / row["image"]).convert("RGB") for row in rows]
     out = model(**processor(text=texts, images=images, return_tensors="pt", **padded(kind)))
-    cosine, right = out.text_embeds @ out.image_embeds.T, owner[:, None] == torch.arange(IMAGES)
+    cosine = out.text_embeds @ out.image_embeds.T
+    right = owner[:, None] == torch.arange(IMAGES)
     for direction, scores, is_right in zip(DIRECTIONS, (cosine, cosine.T), (right, right.T), strict=True):
         expected = figures_of_lists(lists_by_sorting(scores, is_right))
         assert 0.1 < expected["recall@10"] < 1, "a figure that is always the same would prove nothing"

@@ -83,7 +83,8 @@ def test_loads_from_the_base_class_and_saves_as_a_stock_artefact(folder: str, in
         "attention_mask": batch["attention_mask"],
     }
     with torch.no_grad():
-        found, expected = again(**given, labels=LABELS[:ROWS]), model.classify(**given)
+        found = again(**given, labels=LABELS[:ROWS])
+        expected = model.classify(**given)
     torch.testing.assert_close(found.logits, expected)
     torch.testing.assert_close(found.loss, F.cross_entropy(expected, LABELS[:ROWS]))
     assert (AutoConfig.from_pretrained(tmp_path).auto_map or {}).keys() >= {"AutoModelForSequenceClassification"}

@@ -52,6 +52,11 @@ def named(task: LabelledTask, split: str) -> list[str]:
     return [task.classes[label] if label >= 0 else "?" for label in task.splits[split]["label"]]
 
 
+def shown_of(task: LabelledTask, split: str) -> set[Any]:
+    """The pictures of a split, by their bytes, or by their path where a row has none."""
+    return {image["bytes"] or image["path"] for image in task.splits[split]["image"]}
+
+
 def pictures(count: int) -> list[dict[str, Any]]:
     return [{"bytes": grey(10 * number), "path": None} for number in range(count)]
 
@@ -98,7 +103,8 @@ SOURCES: dict[str, Callable[[Path], str]] = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_kind_of_source_holds_the_same_rows(source: str, tmp_path: Path) -> None:
     name = SOURCES[source](tmp_path)
-    found, task = labelled_of(dataset_name=name), task_of(dataset_name=name)
+    found = labelled_of(dataset_name=name)
+    task = task_of(dataset_name=name)
     seen = zip(shades(found), (found.classes[label] for label in found.label_M.tolist()), strict=True)
     assert sorted(seen) == [(10 * at, name) for at, name in enumerate(ANIMALS)]
     assert found.classes == (["owl", "ant", "yak"] if source == "a saved set" else ["ant", "owl", "yak"])
@@ -141,7 +147,9 @@ def test_names_for_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     texts = save(tmp_path / "texts", ["0", "x"], Value("string"))
     minus = save(tmp_path / "minus", ["0", "-1"], Value("string"))
     sharks = "n01484850 great white shark, white shark\nn01443537 goldfish\nn09 x\nn01440764 tench, Tinca\n"
-    two, three, four = "tench\ngoldfish\n", "tench\ngoldfish\nshark\n", "ant\nbee\nowl\nyak\n"
+    two = "tench\ngoldfish\n"
+    three = "tench\ngoldfish\nshark\n"
+    four = "ant\nbee\nowl\nyak\n"
     file = tmp_path / "names.txt"
     cases: list[tuple[str, str | None, list[str] | str]] = [
         (folder, sharks, ["tench", "goldfish", "great white shark"]),
@@ -171,7 +179,8 @@ def test_classes_are_those_of_the_whole_set_and_splits_may_be_files(
 ) -> None:
     accents = ["caf\u00e9", "cafe\u0301", "bar", "bar"]
     rows = [{"image": f"{at}.png", "label": label} for at, label in enumerate([*accents, "zoo"])]
-    train, other = write(tmp_path, rows, "train.jsonl"), write(tmp_path, rows[:3], "other.jsonl")
+    train = write(tmp_path, rows, "train.jsonl")
+    other = write(tmp_path, rows[:3], "other.jsonl")
     assert named(task_of(train_file=train, validation_file=other), "train") == ["bar", "zoo"]
     assert "3 rows of train are in another split too, and are left out" in caplog.text
     found = labelled_of(train_file=train, validation_file=other)
@@ -247,10 +256,9 @@ def test_a_column_divides_the_rows_of_a_file(tmp_path: Path) -> None:
 
 def test_no_image_is_in_train_and_held_out(tmp_path: Path) -> None:
     task = load(tmp_path, [question(n // 4, str(n % 4)) for n in range(160)])  # four questions a picture
-    paths = {split: {row["image"]["path"] for row in task.splits[split]} for split in ("train", "validation")}
     assert len(task.splits["train"]) + len(task.splits["validation"]) == 160
     assert 24 <= len(task.splits["validation"]) <= 40  # at least 30, of whole pictures
-    assert not paths["train"] & paths["validation"]
+    assert not shown_of(task, "train") & shown_of(task, "validation")
     alike = {
         "image": [{"bytes": grey(n // 4), "path": None} for n in range(160)],
         "label": [n % 2 for n in range(160)],
@@ -259,8 +267,7 @@ def test_no_image_is_in_train_and_held_out(tmp_path: Path) -> None:
         tmp_path / "saved"
     )
     embedded = task_of(dataset_name=str(tmp_path / "saved"))
-    shown = {split: {row["image"]["bytes"] for row in embedded.splits[split]} for split in ("train", "validation")}
-    assert not shown["train"] & shown["validation"]
+    assert not shown_of(embedded, "train") & shown_of(embedded, "validation")
 
 
 def test_media_that_differ_in_the_middle_alone_are_other_data(tmp_path: Path) -> None:
@@ -269,7 +276,8 @@ def test_media_that_differ_in_the_middle_alone_are_other_data(tmp_path: Path) ->
     for at in range(2):
         for number in range(8):
             samples = np.zeros(16000, np.int16)
-            samples[7000 + number], samples[8000] = 99, 9 * at
+            samples[7000 + number] = 99
+            samples[8000] = 9 * at
             (tmp_path / f"{number}.wav").write_bytes(write_wav(samples, 16000))
         rows = load(tmp_path, [{"audio": f"{n}.wav", "label": n % 2} for n in range(8)], "sound").splits["train"]
         found |= {image_digest(rows)}
@@ -280,10 +288,10 @@ def test_media_that_differ_in_the_middle_alone_are_other_data(tmp_path: Path) ->
 def test_rows_are_held_out_of_every_class(tmp_path: Path) -> None:
     sizes = {"common": 200, "rare": 40, "two": 2, "one": 1}
     rows = [{"image": f"{name}{n}.png", "label": name} for name, size in sizes.items() for n in range(size)]
-    task, again = load(tmp_path, rows), load(tmp_path, rows[::-1])
+    task = load(tmp_path, rows)
+    again = load(tmp_path, rows[::-1])
     assert Counter(named(task, "validation")) == {"common": 24, "rare": 4, "two": 1}
-    held = [sorted(image["path"] for image in each.splits["validation"]["image"]) for each in (task, again)]
-    assert held[0] == held[1]
+    assert shown_of(task, "validation") == shown_of(again, "validation")
     many = [
         {"image": f"{n}.png", "label": str(n // 2)} for n in range(200)
     ]  # as answers: a hundred classes of two rows
@@ -309,9 +317,8 @@ def test_parts_of_files_are_stored_and_held_out_by_file(tmp_path: Path) -> None:
             rows.append({"audio": f"{number}.wav", "start": start, "end": end, "question": "other?", "answer": answer})
     task = load(tmp_path, rows, "sound")
     assert (task.classes, task.has_texts) == (["no", "yes"], True)
-    train, held = (
-        [read_wav(row["image"]["bytes"])[0] for row in task.splits[name]] for name in ("train", "validation")
-    )
+    train = [read_wav(row["image"]["bytes"])[0] for row in task.splits["train"]]
+    held = [read_wav(row["image"]["bytes"])[0] for row in task.splits["validation"]]
     whole: list[np.ndarray] = [read_wav(tone(300, 300 + 300 * number))[0] for number in range(4)]
     parts = [(each[:8000], each[8000:]) for each in whole]
     assert sorted(map(bytes, [*train, *held])) == sorted(bytes(part) for both in parts for part in both)
@@ -333,7 +340,8 @@ def test_the_scenes_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(grey(1))
     (tmp_path / "0.wav").write_bytes(tone(300))
-    sound, text = {"audio": "0.wav", "answer": "no"}, {"image": "a.png", "text": "a", "label": 1}
+    sound = {"audio": "0.wav", "answer": "no"}
+    text = {"image": "a.png", "text": "a", "label": 1}
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("image", {"a": 1}, "no label column was recognised. The columns are: a. Set --label_column"),
         ("image", {"text": "a", "label": 1}, "no image column was recognised. The columns are: text, label. Set --im"),

@@ -88,7 +88,8 @@ def export(
     Raises:
         RunError: if torch cannot export a part, or fp32 differs from torch by more than `MOST_DIFFERENCE`.
     """
-    tokenizer, immich = processor.tokenizer, None
+    tokenizer = processor.tokenizer
+    immich = None
     if layout == "immich":
         immich = tokenizer.pad_token_id, ends_in_pad(tokenizer), immich_width(model.config.projection_dim)
     graphs = graphs_of(model, shape, immich)
@@ -110,7 +111,8 @@ def export(
         paths = {part: write_int8(path, f"{path.stem}{suffix}") for part, path in paths.items()}
         apart = differences(graphs, paths)
     write_settings(folder, layout, model, processor)
-    kind, width = model.config.medium, model.config.projection_dim
+    kind = model.config.medium
+    width = model.config.projection_dim
     bias = None if model.logit_bias is None else model.logit_bias.item()
     stated = {"model": publishable(name), "layout": layout, "precision": precision, "opset": OPSET}
     stated |= {
@@ -132,7 +134,8 @@ def export(
     elif layout != "immich":
         (folder / "without_torch.py").write_text(alone(), encoding="utf-8")
     rows = [[path.name, f"{path.stat().st_size / 1e6:.1f} MB", f"{apart[part]:.0e}"] for part, path in paths.items()]
-    title, table = markdown_text(Path(name).name), markdown_table(["graph", "size", "difference from torch"], rows)
+    title = markdown_text(Path(name).name)
+    table = markdown_table(["graph", "size", "difference from torch"], rows)
     text = f"# {title}, in ONNX\n\nLayout `{layout}`, opset {OPSET}.\n\n{usage}\n\n## Figures\n\n{table}\n"
     (folder / "README.md").write_text(text, encoding="utf-8")
     return apart
@@ -163,7 +166,8 @@ def write_settings(folder: Path, layout: str, model: FusionDualEncoderModel, pro
         size, mean, std = image_geometry(processor)
         settings = {"size": [size, size], "mode": "RGB", "mean": mean, "std": std, "interpolation": "bicubic"}
         _write(folder / "visual/preprocess_cfg.json", {**settings, "resize_mode": "shortest"})
-        padding, width = model.config.text_padding, immich_width(model.config.projection_dim)
+        padding = model.config.text_padding
+        width = immich_width(model.config.projection_dim)
         texts = {"context_length": padding["length"] if padding else min(_IMMICH_LENGTH, most)}
         _write(folder / "config.json", {"embed_dim": width, "vision_cfg": {"image_size": size}, "text_cfg": texts})
         return

@@ -26,7 +26,9 @@ from mm_utils.text import one_line
 OPSET = 18  # of ONNX's operators: the least that torch writes; onnxruntime reads it since 1.14 (February 2023)
 MOST_DIFFERENCE = 1e-5  # of an fp32 embedding
 # The sizes of the traced inputs; none is 1, which the exporter would take for a constant.
-IMAGES, TEXTS, LENGTH = 3, 2, 7
+IMAGES = 3
+TEXTS = 2
+LENGTH = 7
 
 
 class Graph(NamedTuple):
@@ -76,7 +78,8 @@ class PaddedTextTower(_Part):
 
     def __init__(self, model: FusionDualEncoderModel, pad_token_id: int, ends_in_pad: bool, width: int):
         super().__init__(model)
-        self.pad_token_id, self.ends_in_pad = pad_token_id, ends_in_pad
+        self.pad_token_id = pad_token_id
+        self.ends_in_pad = ends_in_pad
         self.zeros = width - model.config.projection_dim
 
     def forward(self, text: Tensor) -> Tensor:
@@ -100,8 +103,10 @@ def graphs_of(
         immich: pad_token_id, ends_in_pad and width of towers with an open_clip model's inputs; see `PaddedTextTower`.
     """
     shape = input_shape(model.vision_model) if shape is None else shape
+    # Images of one value each: tracing asks for shapes alone
     images = torch.linspace(-1, 1, IMAGES).view(-1, *[1] * len(shape)).expand(-1, *shape).clone()
-    padding, vocabulary = model.config.text_padding, model.text_model.config.vocab_size
+    padding = model.config.text_padding
+    vocabulary = model.text_model.config.vocab_size
     length = padding["length"] if padding else LENGTH
     ids = torch.arange(2, 2 + TEXTS * length).view(TEXTS, length) % vocabulary
     many = {0: Dim("images")}
@@ -178,7 +183,8 @@ def differences(graphs: Mapping[str, Graph], paths: Mapping[str, Path]) -> dict[
     """Return the largest absolute difference of each exported graph from torch, on drawn inputs of other sizes than traced."""
     import onnxruntime
 
-    found, draw = {}, torch.Generator().manual_seed(0)
+    found = {}
+    draw = torch.Generator().manual_seed(0)
     for part, graph in graphs.items():
         inputs = {}
         for name, value in graph.inputs.items():

@@ -42,7 +42,8 @@ _TRANSPOSED = ("visual.proj", "text_projection")
 def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: ProcessorMixin) -> None:
     """Write a model for `open_clip.create_model_from_pretrained("local-dir:...")`; ValueError if its towers are not CLIP's."""
     stock: Any = to_dual_encoder(model) if model.config.dual_encoder_type == "clip" else None
-    vision, text = (getattr(model.config, f"{side}_config") for side in ("vision", "text"))
+    vision: Any = model.config.vision_config
+    text: Any = model.config.text_config
     if stock is None or vision.hidden_act != text.hidden_act or vision.hidden_act not in ("gelu", "quick_gelu"):
         raise ValueError(
             f"--layout is open_clip; it is written of a CLIP, and this is a {vision.model_type} with a {text.model_type}. Choose "
@@ -76,7 +77,8 @@ def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: Proc
     seen = {"mean": mean, "std": std, "interpolation": "bicubic", "resize_mode": "shortest"}
     content = json.dumps({"model_cfg": config, "preprocess_cfg": seen}, indent=2)
     (folder / "open_clip_config.json").write_text(content + "\n", encoding="utf-8")
-    own, weights = stock.state_dict(), dict[str, Tensor]()
+    own = stock.state_dict()
+    weights = dict[str, Tensor]()
     for name, value in own.items():
         if ".k_proj." in name or ".v_proj." in name:
             continue

@@ -35,10 +35,9 @@ class Towers:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.settings, self.pixels, words = (
-            json.loads((self.folder / name).read_text(encoding="utf-8"))
-            for name in ("export.json", "preprocessor_config.json", "tokenizer_config.json")
-        )
+        self.settings = json.loads((self.folder / "export.json").read_text(encoding="utf-8"))
+        self.pixels = json.loads((self.folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+        words = json.loads((self.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         self._sessions: dict[str, onnxruntime.InferenceSession] = {}
         self.tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         self.tokenizer.no_padding()
@@ -88,7 +87,8 @@ class Towers:
         size = self.pixels["crop_size"]["height"]
         picture, (width, height, left, top) = centered(open_picture(image, size), size)
         square = picture.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))
-        mean, std = (np.array(self.pixels[f"image_{name}"], np.float32) for name in ("mean", "std"))
+        mean = np.array(self.pixels["image_mean"], np.float32)
+        std = np.array(self.pixels["image_std"], np.float32)
         return ((np.asarray(square) * np.float32(self.pixels["rescale_factor"]) - mean) / std).transpose(2, 0, 1)[None]
 
 

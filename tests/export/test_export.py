@@ -92,7 +92,8 @@ def test_any_number_of_images_texts_and_tokens(
     images: int, texts: int, length: int, exported: tuple[Path, Any], model: FusionDualEncoderModel
 ) -> None:
     draw = torch.Generator().manual_seed(texts)
-    pixels, ids = torch.randn(images, 3, 32, 32, generator=draw), torch.randint(5, 20, (texts, length), generator=draw)
+    pixels = torch.randn(images, 3, 32, 32, generator=draw)
+    ids = torch.randint(5, 20, (texts, length), generator=draw)
     mask = (torch.arange(length) < (torch.arange(texts) % length + 1)[:, None]).long()
 
     def run(part: str, **inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -138,11 +139,13 @@ def test_what_is_written(exported: tuple[Path, dict], folder: Path, model: Fusio
     assert not [name for name in ("NAME", "WIDTH", "DTYPE", "PADDING") if name in page]
     places = [each.encode() for each in (str(out.parent), os.path.dirname(mm_utils.__file__))]
     files = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    assert [name for name, content in files.items() if any(place in content for place in places)] == []
+    for name, content in files.items():
+        assert not any(place in content for place in places), name
     for name in (folder, out):
         image = AutoImageProcessor.from_pretrained(name)(images=[Image.effect_noise((50, 40), 90)] * 2)
         assert np.shape(image["pixel_values"]) == (2, 3, 32, 32)
-    one, other = (AutoTokenizer.from_pretrained(name)(WORDS)["input_ids"] for name in (folder, out))
+    one = AutoTokenizer.from_pretrained(folder)(WORDS)["input_ids"]
+    other = AutoTokenizer.from_pretrained(out)(WORDS)["input_ids"]
     assert one == other
 
 
@@ -151,7 +154,8 @@ def test_what_is_written(exported: tuple[Path, dict], folder: Path, model: Fusio
 def test_texts_without_a_mask(kind: str, tmp_path: Path) -> None:
     """The mask is read off the tokens, also where a text ends in the token that pads it, as CLIP's do."""
     name = write_stock(tmp_path, kind)
-    model, tokenizer = load_model(name, fusion_layers=0).eval(), load_processor_of(name).tokenizer
+    model = load_model(name, fusion_layers=0).eval()
+    tokenizer = load_processor_of(name).tokenizer
     assert ends_in_pad(tokenizer) == (kind != "chinese_clip")
     given = tokenizer(TEXTS, padding="max_length", max_length=64, return_tensors="pt")
     found = PaddedTextTower(model, tokenizer.pad_token_id, ends_in_pad(tokenizer), 40)(given["input_ids"].int())
@@ -218,7 +222,8 @@ def test_an_export_that_differs_is_refused(difference: float, flags: list[str], 
 def immich_embeds(folder: Path, images: list[Image.Image], texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Read a folder as Immich's machine-learning service does: one image and one padded text at a time, int32 and no mask."""
     settings = json.loads((folder / "visual/preprocess_cfg.json").read_text())
-    session, size = onnxruntime.InferenceSession(folder / "visual/model.onnx"), settings["size"][0]
+    session = onnxruntime.InferenceSession(folder / "visual/model.onnx")
+    size = settings["size"][0]
     found = []
     for image in images:
         square = image.resize((size, size), Image.Resampling[settings["interpolation"].upper()])
@@ -243,7 +248,8 @@ def test_layouts_of_every_kind_of_model(kind: str, folder: Path, tmp_path: Path,
     export.main(["--model_name_or_path", name, "--output_dir", str(out), "--layout", layout])
     model = load_model(name, fusion_layers=0).eval()
     model.processor = load_processor_of(name)
-    expected, width = [each.numpy() for each in model.encode(images=noise(), texts=TEXTS)], model.config.projection_dim
+    expected = [each.numpy() for each in model.encode(images=noise(), texts=TEXTS)]
+    width = model.config.projection_dim
     if layout == "immich":
         images, texts = immich_embeds(out, noise(), TEXTS)
         assert images.shape[1] == texts.shape[1] == 512
@@ -318,7 +324,8 @@ def plain(weights: Weights, pixels: Tensor, ids: Tensor) -> Tensor:
 
 
 def test_export_writes_what_open_clip_reads(tmp_path: Path) -> None:
-    start, out = write_stock(tmp_path / "clip", "clip"), tmp_path / "out"
+    start = write_stock(tmp_path / "clip", "clip")
+    out = tmp_path / "out"
     export.main(["--model_name_or_path", start, "--output_dir", str(out), "--layout", "open_clip"])
     read: Any = load_processor_of(start)
     read = read(text=TEXTS, images=noise(), padding=True, return_tensors="pt")
@@ -374,7 +381,8 @@ SAID = ["a red circle, number 3", "one square", "number 2: one circle in red " *
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder, files = tmp_path_factory.mktemp("pictures"), []
+    folder = tmp_path_factory.mktemp("pictures")
+    files = []
     for number, content in enumerate(awkward_pictures().values()):
         files.append(folder / f"{number}.png")
         files[-1].write_bytes(content)

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import datasets
 import numpy as np
@@ -82,12 +83,18 @@ class Captioning(RowTerm):
         """Predict all tokens but the first of the captions of this part's images."""
         input_ids, mask = _all_captions(batch)
         lengths = plan.lengths[start : start + len(input_ids)]
-        given, places = (model, encoded.keys_values, input_ids, mask, lengths), np.nonzero(lengths)
-        if len(places[0]) * sum(layer[:, :1].numel() for layer in encoded.keys_values) <= _MOST_COPIED:
-            return _predict(*given, *places)
-        longest_first = (-lengths[places]).argsort(kind="stable")
+        image, caption = np.nonzero(lengths)
+        predict = partial(_predict, model, encoded.keys_values, input_ids, mask, lengths)
+        if len(image) * sum(layer[:, :1].numel() for layer in encoded.keys_values) <= _MOST_COPIED:
+            return predict(image, caption)
+        longest_first = (-lengths[image, caption]).argsort(kind="stable")
         groups = np.array_split(longest_first, min(lengths.shape[1], len(longest_first)))
-        losses, right = zip(*(_predict(*given, *(each[group] for each in places)) for group in groups), strict=True)
+        losses = []
+        right = []
+        for group in groups:
+            loss, correct = predict(image[group], caption[group])
+            losses.append(loss)
+            right.append(correct)
         return torch.stack(losses).sum(), torch.stack(right).sum()
 
 
@@ -97,20 +104,27 @@ def _predict(
     input_ids: Tensor,
     mask: Tensor,
     lengths: np.ndarray,
-    *places: np.ndarray,
+    images: np.ndarray,
+    captions: np.ndarray,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss and the right tokens of the captions at `places`, images and captions."""
-    chosen, is_each = lengths[places], np.array_equal(places[0], np.arange(len(lengths)))
+    """Return the loss and the right tokens of some captions, each given by its image and its place among the captions of that."""
+    chosen = lengths[images, captions]
+    is_each = np.array_equal(images, np.arange(len(lengths)))
     longest = max(1, chosen.max(initial=0))
-    before = np.nonzero(np.arange(longest) < chosen[:, None] - 1)
-    image, caption, row, column = (to_device(each, mask.device) for each in (*places, *before))
+    rows, columns = np.nonzero(np.arange(longest) < chosen[:, None] - 1)
+    image = to_device(images, mask.device)
     if len(image):
-        input_ids, mask = input_ids[image, caption, :longest], mask[image, caption, :longest]
+        caption = to_device(captions, mask.device)
+        input_ids = input_ids[image, caption, :longest]
+        mask = mask[image, caption, :longest]
     else:  # a rank without images has those of a blank pair
-        image, input_ids, mask = image.new_zeros(1), input_ids.new_ones(1, 1), mask.new_zeros(1, 1)
+        image = image.new_zeros(1)
+        input_ids = input_ids.new_ones(1, 1)
+        mask = mask.new_zeros(1, 1)
     if not (is_each and len(chosen)):
         keys_values = tuple(rows_of(layer, image, 1) for layer in keys_values)
-    logits, labels = model.target_logits(keys_values, input_ids, mask, (row, column))
+    before = (to_device(rows, mask.device), to_device(columns, mask.device))
+    logits, labels = model.target_logits(keys_values, input_ids, mask, before)
     return F.cross_entropy(logits.float(), labels, reduction="sum"), (logits.argmax(-1) == labels).sum()
 
 

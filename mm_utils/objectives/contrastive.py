@@ -76,7 +76,8 @@ def _sigmoid(
     loss, bias_grad = batch.image_NE.new_zeros(2)  # of this rank's images against all texts: every pair once
     grads = []
     for direction, (rows_nE, columns_NE) in enumerate(directions):
-        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
+        scaled_nE = scale * rows_nE
+        grad_nE = torch.empty_like(rows_nE)
         for part in slices(len(rows_nE), tile):
             logits_TN, own = logits_of(scaled_nE, columns_NE, batch, part)
             logits_TN += bias
@@ -86,6 +87,7 @@ def _sigmoid(
             torch.mm(weight_TN, columns_NE, out=grad_nE[part])
             if direction == 0:
                 logits_TN[own] = negated
+                # Above 40, softplus(x) is x to the last digit of fp64
                 loss = loss + softplus(logits_TN, threshold=40).sum()
                 bias_grad = bias_grad + weight_TN.sum()
         grads.append(grad_nE.div_(total))
@@ -123,7 +125,8 @@ class Distillation(EmbeddingTerm):
             one_NE, other_NE = self._teacher_N2E.to(image_NE.dtype).unbind(1)
             teacher_NN = (scale.detach() if self.scale is None else self.scale) * one_NE @ other_NE.T
         shared_NN = same_pair(batch.ids_N2, batch.ids_N2).fill_diagonal_(False)
-        student_NN, teacher_NN = (logits.masked_fill(shared_NN, -torch.inf) for logits in (student_NN, teacher_NN))
+        student_NN = student_NN.masked_fill(shared_NN, -torch.inf)
+        teacher_NN = teacher_NN.masked_fill(shared_NN, -torch.inf)
         losses = [
             -(teacher.softmax(1) * student.log_softmax(1).masked_fill(shared_NN, 0)).sum(1)
             for student, teacher in ((student_NN, teacher_NN), (student_NN.T, teacher_NN.T))

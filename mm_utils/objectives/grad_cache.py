@@ -52,8 +52,11 @@ class TooManyPairsError(ValueError):
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether memory ran out: in torch's allocator, or in a library that allocates by itself."""
     libraries = (
-        *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
-        *("could not create a memory object", "could not create a primitive"),  # oneDNN
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "could not create a memory object",  # oneDNN
+        "could not create a primitive",
     )
     is_known = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
     return is_known or any(sign in str(error) for sign in libraries)
@@ -133,12 +136,14 @@ def backward(
 
 class _CachedStep:
     def __init__(self, accelerator: Accelerator, objective: nn.Module, batch: Batch, step: int, micro_batch_size: int):
-        self.accelerator, self.wrapped, self.step = accelerator, objective, step
+        self.accelerator = accelerator
+        self.wrapped = objective
+        self.step = step
         unwrapped = objective.module if isinstance(objective, DistributedDataParallel) else objective
         self.objective = cast(Any, unwrapped)
         rows = len(batch["lengths"])
         first = max(0, rows - micro_batch_size)  # few parts, the last as large as possible; no rows are one part
-        parts = -(-first // micro_batch_size)
+        parts = -(-first // micro_batch_size)  # rounded up
         self.cuts = [*(distributed.share(first, part, parts) for part in range(parts)), range(first, rows)]
         # FSDP gathers weights in every pass and averages gradients in the last: its ranks run in lockstep.
         self.sharded = accelerator.distributed_type == DistributedType.FSDP
@@ -154,7 +159,9 @@ class _CachedStep:
     def run(self) -> Report:
         """Embed all parts, plan, and backpropagate part by part."""
         embeds, kept = self._on_all_ranks(self._embed)
-        everyone = {name: torch.cat([part[name] for part in embeds]) for name in kept.embeds}
+        everyone = {}
+        for name in kept.embeds:
+            everyone[name] = torch.cat([part[name] for part in embeds])
         plan = self.objective.plan(replace(kept, embeds=everyone), self.batch, self.step)
         gradients = [dict(plan.gradients) for _ in embeds]
         for name in everyone:
@@ -180,7 +187,8 @@ class _CachedStep:
 
     def _replay(self, kept: Encoded, plan: Any, gradients: list[dict[str, Tensor | None]]) -> Tensor:
         """Backpropagate every part, the kept part first, to free its memory; return their sums."""
-        last, total = len(self.cuts) - 1, torch.zeros(())
+        last = len(self.cuts) - 1
+        total = torch.zeros(())
         for place in (last, *range(last)):
             encoded = kept
             if place < last:

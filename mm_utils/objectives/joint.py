@@ -47,7 +47,9 @@ class Objective(nn.Module):
 
     def __init__(self, model: FusionDualEncoderModel, seed: int = 0, added: frozenset[str] = frozenset()):
         super().__init__()
-        self.model, self.seed, self.added = model, seed, added
+        self.model = model
+        self.seed = seed
+        self.added = added
         self.workload = Workload()
         for place, projection in enumerate((model.visual_projection, model.text_projection), start=1):
             if isinstance(projection, ResidualProjection):
@@ -152,7 +154,8 @@ class JointObjective(Objective):
             lengths = batch.get("lengths") if self.groups_texts else None
             text = encode_in_groups(self.model, batch["input_ids"], batch["attention_mask"], lengths, with_pairs)
         # FSDP2 holds both scalars as vectors of one, and frees them after this.
-        scale, bias = self.model.logit_scale.exp().squeeze(), self.model.logit_bias
+        scale = self.model.logit_scale.exp().squeeze()
+        bias = self.model.logit_bias
         bias = None if bias is None else bias.squeeze().clone()  # type: ignore[assignment]
         encoded = Encoded({"image": image_nE, "text": text[0]}, scale, bias, text[1], keys_values or (), taps)
         for term in self.weights:
@@ -173,9 +176,11 @@ class JointObjective(Objective):
             name: value.detach().to(torch.promote_types(value.dtype, torch.float32)).requires_grad_()
             for name, value in encoded.leaves.items()
         }
-        scale, bias = leaves["scale"], leaves.get("bias")
+        scale = leaves["scale"]
+        bias = leaves.get("bias")
         own = Encoded({name: leaves[name] for name in encoded.embeds}, scale, bias)
-        total, metrics = scale.new_zeros(()), Report()
+        total = scale.new_zeros(())
+        metrics = Report()
         with torch.enable_grad():
             for term, weight in self.weights.items():
                 if isinstance(term, EmbeddingTerm):

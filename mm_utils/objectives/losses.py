@@ -56,7 +56,8 @@ def call_roll(ids_n2: Tensor, longest: int = 0) -> GlobalBatch:
 
 def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, roll: GlobalBatch | None = None) -> GlobalBatch:
     """Gather all ranks' embeddings, in at least fp32, and ids, perhaps of a roll call."""
-    roll, wide = roll or call_roll(ids_n2), torch.promote_types(image_nE.dtype, torch.float32)
+    roll = roll or call_roll(ids_n2)
+    wide = torch.promote_types(image_nE.dtype, torch.float32)
     image_NE, text_NE = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), roll.sizes).unbind(1)
     return replace(roll, image_NE=image_NE, text_NE=text_NE)
 
@@ -107,7 +108,8 @@ class AtEmbeddings(torch.autograd.Function):
         *scalars: Tensor,
     ) -> Tensor:
         """Return the loss that `compute` returns first; it returns the gradients too."""
-        total, mine = max(1, len(batch.image_NE)), slice(batch.offset, batch.offset + len(image_nE))
+        total = max(1, len(batch.image_NE))
+        mine = slice(batch.offset, batch.offset + len(image_nE))
         directions = ((batch.image_NE[mine], batch.text_NE), (batch.text_NE[mine], batch.image_NE))
         with full_precision(image_nE.device):
             wide = [scalar.to(batch.image_NE.dtype) for scalar in scalars]
@@ -129,7 +131,7 @@ def _info_nce(
     directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
-    nll_n2 = torch.empty_like(lse_n2)
+    nll_n2 = torch.empty_like(lse_n2)  # negative log likelihood of each row, in each direction
     is_one = tile >= len(directions[0][0])
     kept: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []  # the logits, where a direction is one tile
     for direction, (rows_nE, columns_NE) in enumerate(directions):
@@ -145,10 +147,12 @@ def _info_nce(
             if is_one:
                 kept.append((logits_TN, own))
     shared_N3 = distributed.gather(torch.cat([lse_n2, nll_n2.sum(1, keepdim=True)], 1), batch.sizes)
+    # expm1 keeps the digits that softmax - 1 would lose where a loss is small
     diagonal_grad_n = torch.expm1(-nll_n2).sum(1)  # softmax - 1, of both directions
     grads = []
     for direction, (rows_nE, columns_NE) in enumerate(directions):
-        scaled_nE, grad_nE = scale * rows_nE, torch.empty_like(rows_nE)
+        scaled_nE = scale * rows_nE
+        grad_nE = torch.empty_like(rows_nE)
         for part in slices(len(rows_nE), tile):
             logits_TN, own = kept.pop(0) if is_one else logits_of(scaled_nE, columns_NE, batch, part)
             weight_TN = (logits_TN - lse_n2[part, direction, None]).exp_()
@@ -176,7 +180,8 @@ def logits_of(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return a tile of logits `[T, N]`, other positives at -inf, and the index of the own pairs."""
     logits_TN = rows_nE[part] @ columns_NE.T
-    first, last = batch.offset + part.start, batch.offset + part.stop  # of the rows in the global batch
+    first = batch.offset + part.start  # of the rows in the global batch
+    last = batch.offset + part.stop
     row = torch.arange(last - first, device=logits_TN.device)
     own = (row, row + first)
     if batch.shared_ids:

@@ -59,21 +59,22 @@ class Matching(RowTerm):
 
     def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> MatchingPlan:
         """Draw the pairs, with noise keyed by the seed and the step; the one wait of a host for its device."""
-        names, sizes = ("input_ids", "attention_mask"), shared.sizes
+        names = ("input_ids", "attention_mask")
+        sizes = shared.sizes
         own = [batch[name] for name in names]
         negatives = [batch[f"negative_{name}"] for name in names if "negative_input_ids" in batch]
         length_n = own[1].sum(1)
         negative_n = negatives[1].sum(1) if negatives else torch.zeros_like(length_n)
         drawn_n4 = torch.stack([*self.draw(shared, scale, step), length_n, negative_n], 1)
-        ids, mask, *more = (
-            distributed.gather_ragged(tokens, sizes, longest=shared.longest) for tokens in (*own, *negatives)
-        )
-        if more:
-            ids, mask = (_one_below_the_other(*both) for both in zip((ids, mask), more, strict=True))
+        tokens = [distributed.gather_ragged(part, sizes, longest=shared.longest) for part in (*own, *negatives)]
+        ids = _one_below_the_other(*tokens[::2])
+        mask = _one_below_the_other(*tokens[1::2])
         text_N, image_N, length_N, negative_N = distributed.gather(drawn_n4, sizes).cpu().numpy().T
-        first, last = shared.offset, shared.offset + len(drawn_n4)
+        first = shared.offset
+        last = shared.offset + len(drawn_n4)
         rows = np.arange(first, last)
-        with_text, with_negative = rows[text_N[rows] >= 0], rows[negative_N[rows] > 0]
+        with_text = rows[text_N[rows] >= 0]
+        with_negative = rows[negative_N[rows] > 0]
         with_image = np.flatnonzero((image_N >= first) & (image_N < last))
         image_P = np.concatenate([rows, with_text, image_N[with_image], with_negative]) - first
         text_P = np.concatenate([rows, text_N[with_text], with_image, len(text_N) + with_negative])
@@ -90,7 +91,8 @@ class Matching(RowTerm):
         self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: MatchingPlan, start: int
     ) -> tuple[Tensor, Tensor]:
         """Score the pairs whose image is in this part of the batch."""
-        pairs, device = plan.pairs, plan.input_ids.device
+        pairs = plan.pairs
+        device = plan.input_ids.device
         if len(encoded) < len(plan.rows):
             is_here = (pairs.image_P >= start) & (pairs.image_P < start + len(encoded))
             pairs = Pairs(*(values[is_here] for values in pairs))
@@ -98,13 +100,17 @@ class Matching(RowTerm):
         lengths = plan.lengths[pairs.text_P].tolist()
         groups = length_groups(lengths, device.type) if batch.get("lengths") else [range(len(lengths))]
         states, mask, text_P = _texts(model, pairs.text_P, batch, encoded, plan, plan.rows.start + start)
-        image_P, is_match_P, weight_P, place_P = (
-            to_device(values, device) for values in (pairs.image_P - start, pairs.is_match_P, pairs.weight_P, text_P)
-        )
+        image_P = to_device(pairs.image_P - start, device)
+        is_match_P = to_device(pairs.is_match_P, device)
+        weight_P = to_device(pairs.weight_P, device)
+        place_P = to_device(text_P, device)
         logits = []
         for group in groups:  # of about one length
-            rows, longest = slice(group.start, group.stop), max([1, *lengths[group.start : group.stop]])
-            images, texts, seen = image_P[rows], place_P[rows], mask[:, :longest]
+            rows = slice(group.start, group.stop)
+            longest = max([1, *lengths[group.start : group.stop]])
+            images = image_P[rows]
+            texts = place_P[rows]
+            seen = mask[:, :longest]
             if not len(group):  # a rank without pairs scores one and drops it
                 images = texts = image_P.new_zeros(1)
                 seen = mask.new_ones(1, longest)
@@ -118,7 +124,7 @@ class Matching(RowTerm):
     def draw(self, shared: GlobalBatch, scale: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return a wrong text of each own image, a wrong image of each text; -1: none; `[n]`."""
         mine = slice(shared.offset, shared.offset + shared.sizes[distributed.rank()])
-        key = 2 * (self.seed * 1_000_003 + step)
+        key = 2 * (self.seed * 1_000_003 + step)  # a prime above the steps of a run, so that no two runs draw alike
         return (
             hard_negatives(shared.image_NE[mine], shared.text_NE, scale, shared, key),
             hard_negatives(shared.text_NE[mine], shared.image_NE, scale, shared, key + 1),
@@ -138,7 +144,8 @@ def _texts(
 
     The part's own texts begin at text `first` of the global batch.
     """
-    own, device = len(encoded), plan.input_ids.device
+    own = len(encoded)
+    device = plan.input_ids.device
     place_P = text_P - first
     if own == len(plan.input_ids):
         return encoded.text_states, batch["attention_mask"], place_P
@@ -148,7 +155,8 @@ def _texts(
     # Every rank encodes at least one foreign text, because FSDP's ranks must run the same modules.
     wanted = wanted if len(wanted) else np.zeros(1, int)
     lengths = plan.lengths[wanted]
-    longest, chosen = max(1, lengths.max()), to_device(wanted, device)
+    longest = max(1, lengths.max())
+    chosen = to_device(wanted, device)
     wanted_mask = plan.attention_mask[chosen, :longest]
     with knows_padding(lengths.min() < longest):
         _, foreign_states = model.text_features(plan.input_ids[chosen, :longest], wanted_mask)
@@ -169,7 +177,8 @@ def hard_negatives(
     ranks hold it.
     """
     mine = slice(batch.offset, batch.offset + len(query_nE))
-    ids_n2, pair_N = batch.ids_N2[mine], pair_keys(batch.ids_N2)
+    ids_n2 = batch.ids_N2[mine]
+    pair_N = pair_keys(batch.ids_N2)
     chosen_n = torch.full_like(pair_N[mine], -1)
     for part in slices(len(query_nE), tile or tile_rows(len(keys_NE), query_nE.device)):
         with full_precision(query_nE.device):

@@ -1,6 +1,7 @@
 """Negatives of the data, captions that are wrong for their image: tokenised once, one drawn in every epoch."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -40,7 +41,8 @@ class Negatives(ColumnReader):
         """Add the tokens to training rows with negatives."""
         if split != "train" or NEGATIVES not in rows.column_names:
             return rows
-        features, read = datasets.Features({NEGATIVE_IDS: [[Value("int32")]]}), [NEGATIVES, "caption_keys"]
+        features = datasets.Features({NEGATIVE_IDS: [[Value("int32")]]})
+        read = [NEGATIVES, "caption_keys"]
         return add_tokens(rows, NEGATIVES, read, _tokenize, tokenizer, max_seq_length, features)
 
     def example(self, row: dict[str, Any], shown: Shown | None, seed: int | None) -> dict[str, Any]:
@@ -62,11 +64,9 @@ class Negatives(ColumnReader):
 def _tokenize(
     rows: Columns, wanted: np.ndarray | None, tokenizer: PreTrainedTokenizerBase, max_seq_length: int
 ) -> Columns:
-    listed = [
-        [text for text in given or () if own and caption_key(text) not in own]
-        for given, own in zip(rows[NEGATIVES], rows["caption_keys"], strict=True)
-    ]
-    if wanted is not None:
-        listed = [texts if is_wanted else [] for texts, is_wanted in zip(listed, wanted, strict=True)]
+    listed = []
+    for place, (texts, keys) in enumerate(zip(rows[NEGATIVES], rows["caption_keys"], strict=True)):
+        is_read = bool(keys) and (wanted is None or wanted[place])
+        listed.append([text for text in texts or () if is_read and caption_key(text) not in keys])
     tokens = iter(encode_captions(tokenizer, [text for texts in listed for text in texts], max_seq_length))
-    return {NEGATIVE_IDS: [[next(tokens) for _ in row] for row in listed]}
+    return {NEGATIVE_IDS: [list(islice(tokens, len(texts))) for texts in listed]}

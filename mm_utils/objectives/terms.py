@@ -122,11 +122,10 @@ class EmbeddingTerm(Term):
         if not len(batch.image_NE):  # no readable pair on any rank
             return 0 * own.scale
         world = distributed.world_size()
-        before, after = slice(batch.offset), slice(batch.offset + len(own), None)
-        image_NE, text_NE = (
-            torch.cat([everyone[before], own.embeds[side], everyone[after]])
-            for side, everyone in (("image", batch.image_NE), ("text", batch.text_NE))
-        )
+        before = slice(batch.offset)
+        after = slice(batch.offset + len(own), None)
+        image_NE = torch.cat([batch.image_NE[before], own.embeds["image"], batch.image_NE[after]])
+        text_NE = torch.cat([batch.text_NE[before], own.embeds["text"], batch.text_NE[after]])
         scale = own.scale.detach() + (own.scale - own.scale.detach()) / world  # every rank has all of its gradient
         value = self.of_batch(image_NE, text_NE, scale, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:

@@ -58,7 +58,8 @@ def test_parts_give_the_gradient_of_the_whole(kind: str, size: int) -> None:
 
 
 def steps_on_this_rank(splits: list[tuple[int, ...]], size: int | None) -> list[dict[str, Any]]:
-    found, distributed.BUCKET_ELEMENTS = [], 300  # gradients are sent in many buckets
+    found = []
+    distributed.BUCKET_ELEMENTS = 300  # gradients are sent in many buckets
     TILE_ELEMENTS["cpu"] = 3 * PAIRS  # tiles of 3 rows
     for number, kind in enumerate(KINDS[:: size or 1]):
         sizes = splits[number % len(splits)]
@@ -128,7 +129,8 @@ def test_every_trained_parameter_gets_a_gradient_in_half_precision_too(kind: str
     half = SimpleNamespace(**vars(ALONE) | {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)})
     found = []
     for size in (None, 3):
-        objective, batch = tiny_objective(kind).float(), global_batch(kind)
+        objective = tiny_objective(kind).float()
+        batch = global_batch(kind)
         batch |= {
             name: value.float() for name, value in batch.items() if getattr(value, "dtype", None) == torch.double
         }
@@ -143,7 +145,9 @@ def test_every_trained_parameter_gets_a_gradient_in_half_precision_too(kind: str
 @pytest.mark.parametrize("kind", ["captioning", "matching_with_negatives"])
 def test_a_stage_trains_its_part_as_all_at_once_would(kind: str) -> None:
     """Of the encoders' stage the head's terms are left out; in the head's, the encoders get no gradient."""
-    objective, batch, found = tiny_objective(kind), global_batch(kind), dict[str, Any]()
+    objective = tiny_objective(kind)
+    batch = global_batch(kind)
+    found = dict[str, Any]()
     stages = stages_of(objective, TrainingArguments(max_steps=10), 0.5, 9)
     for stage in stages:
         stage.freeze_others(objective)
@@ -168,7 +172,8 @@ def frozen_objective(kind: str, towers: str) -> JointObjective:
 
 def with_features(objective: JointObjective, kind: str, towers: str) -> dict[str, Any]:
     """The batch with the frozen towers' output, unrounded, in place of the images."""
-    model, batch = objective.model, global_batch(kind)
+    model = objective.model
+    batch = global_batch(kind)
     with torch.no_grad():
         if towers != "text":
             batch["vision_pooled"], taps = model.vision_features(batch.pop("pixel_values"), objective.reads_pairs)
@@ -184,7 +189,8 @@ def with_features(objective: JointObjective, kind: str, towers: str) -> dict[str
     "kind", ["contrastive", "contrastive_matching", "matching_with_negatives", "captioning", "everything"]
 )
 def test_features_give_the_gradient_of_the_towers(kind: str, towers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    live, objective = step(frozen_objective(kind, towers), global_batch(kind), 3), frozen_objective(kind, towers)
+    live = step(frozen_objective(kind, towers), global_batch(kind), 3)
+    objective = frozen_objective(kind, towers)
     batch = with_features(objective, kind, towers)
     if kind in ("contrastive", "contrastive_matching"):
         in_parts = step_in_parts(frozen_objective(kind, towers), batch, 4)
@@ -210,7 +216,8 @@ UNORDERED = {
     "replication_pad2d_backward", "grid_sampler_2d_backward", "_embedding_bag_backward", "_ctc_loss_backward",
     "nll_loss2d_forward",
 }  # fmt: skip
-ATTENTION, CONVOLUTION = {"_scaled_dot_product_flash_attention_for_cpu_backward"}, {"convolution_backward"}
+ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu_backward"}
+CONVOLUTION = {"convolution_backward"}
 ALLOWED = {  # docs/reliability.md names them
     "resnet": {"max_pool2d_with_indices_backward"},
     "deberta": {"scatter_add_", "scatter_add"},
@@ -274,7 +281,8 @@ def test_towers_add_up_in_a_fixed_order(vision: str, text: str) -> None:
 def test_patches_as_a_product_are_the_convolution(size: tuple[int, int], layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(3, 24, 8, 8).to(memory_format=layout)
-    pixels, found = torch.randn(5, 3, *size).to(memory_format=layout), []
+    pixels = torch.randn(5, 3, *size).to(memory_format=layout)
+    found = []
     for product in (False, True):
         if product:
             tower = nn.Sequential(conv)
@@ -296,7 +304,8 @@ def test_patches_as_a_product_are_the_convolution(size: tuple[int, int], layout:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_are_the_same_by_either_way(dim: int) -> None:
-    values, places = torch.randn(3, 4, 2), torch.tensor([2, 0, 2])
+    values = torch.randn(3, 4, 2)
+    places = torch.tensor([2, 0, 2])
     with pretended_gpu():
         indexed = rows_of(values, places, dim)
     assert torch.equal(indexed, rows_of(values, places, dim))

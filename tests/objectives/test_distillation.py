@@ -56,8 +56,10 @@ def opened(teacher: str, **fields: Any) -> tuple[TrainingData, float | None]:
 
 def as_the_teacher(folder: str) -> tuple[Tensor, dict[str, Tensor], float]:
     """Embeddings of all images that can be decoded, by row; of captions, by the words; and the scale."""
-    model, rows = load_model(folder, fusion_layers=0), rows_of(12, BROKEN)
-    model.processor, images = load_processor_of(folder), torch.zeros(12, model.config.projection_dim)
+    model = load_model(folder, fusion_layers=0)
+    rows = rows_of(12, BROKEN)
+    model.processor = load_processor_of(folder)
+    images = torch.zeros(12, model.config.projection_dim)
     there = [row for row in range(12) if row not in BROKEN]
     images[there] = model.encode(images=[open_image(rows[row]["image"]) for row in there])
     captions = sorted({caption for row in rows["captions"] for caption in row})
@@ -66,7 +68,8 @@ def as_the_teacher(folder: str) -> tuple[Tensor, dict[str, Tensor], float]:
 
 @pytest.mark.parametrize("fields", [{}, {"freeze_vision": True}, {"freeze_vision": True, "freeze_text": True}])
 def test_a_batch_holds_what_the_teacher_gives(teacher: str, fields: dict[str, Any]) -> None:
-    (data, scale), words = opened(teacher, **fields), new_tokenizer()
+    (data, scale) = opened(teacher, **fields)
+    words = new_tokenizer()
     images, texts, right = as_the_teacher(teacher)
     assert scale == pytest.approx(right)
     seen = list(data.train_batches(0, 6))
@@ -108,7 +111,8 @@ def test_a_sentence_transformer_of_images_and_texts_teaches(teacher: str, tmp_pa
     sentence_transformers = pytest.importorskip("sentence_transformers")
     saved = str(tmp_path / "st")
     sentence_transformers.SentenceTransformer(teacher, device="cpu").save_pretrained(saved)
-    name, rows = f"st:{saved}", rows_of(12, BROKEN)
+    name = f"st:{saved}"
+    rows = rows_of(12, BROKEN)
     again, _ = opened(name)
     theirs = sentence_transformers.SentenceTransformer(saved, device="cpu")
     there = [row for row in range(12) if row not in BROKEN]

@@ -1,6 +1,7 @@
 """Pointing and spans of phrases against loops and brute force, on any number of processes; the losses of regions and moments."""
 
 import math
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from mm_utils.objectives.terms import Encoded
 from tests.kit.processes import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR
 
-IMAGES, SLOTS, CELLS = 11, 3, 4
+IMAGES = 11
+SLOTS = 3
+CELLS = 4
 
 
 class GridModel:
@@ -49,16 +52,22 @@ def whole_batch() -> dict[str, Any]:
 
 
 def batches(size: int, rank: int = 0, world: int = 1) -> list[dict[str, Any]]:
-    whole, mine = whole_batch(), distributed.share(IMAGES, rank, world)
+    whole = whole_batch()
+    mine = distributed.share(IMAGES, rank, world)
     starts = range(mine.start, mine.stop, size)
     parts = [slice(low, min(low + size, mine.stop)) for low in starts]
-    return [{name: value[part] for name, value in whole.items()} for part in [*parts, slice(0, 0)]]
+    found = []
+    for part in (*parts, slice(0, 0)):
+        found.append({name: value[part] for name, value in whole.items()})
+    return found
 
 
 # -- regions --
 def regions_by_hand() -> tuple[list[tuple[int, int, bool]], float]:
     """(row, key, hit) of every region, and the mean area of their boxes."""
-    whole, found, areas = whole_batch(), [], []
+    whole = whole_batch()
+    found = []
+    areas = []
     for place in range(IMAGES):
         for slot in range(SLOTS):
             if not whole["region_attention_mask"][place, slot].any():
@@ -67,7 +76,8 @@ def regions_by_hand() -> tuple[list[tuple[int, int, bool]], float]:
             left, top, right, bottom = whole["region_boxes"][place, slot].tolist()
             cells = [(x, y) for x in range(CELLS) for y in range(CELLS)]
             best = max(cells, key=lambda cell: float(whole["pixel_values"][place, :, cell[1], cell[0]] @ phrase))
-            x, y = ((index + 0.5) / CELLS for index in best)
+            x = (best[0] + 0.5) / CELLS
+            y = (best[1] + 0.5) / CELLS
             hit = left <= x <= right and top <= y <= bottom
             found.append((int(whole["rows"][place]), int(whole["region_keys"][place, slot]), hit))
             areas.append((right - left) * (bottom - top))
@@ -86,12 +96,14 @@ def test_pointing_equals_a_loop() -> None:
 
 
 def test_ties_and_nan_count_against_the_model() -> None:
-    heat, box = torch.zeros(4, 2, 2), torch.tensor([[0.0, 0.0, 0.4, 0.4]]).expand(4, -1)
+    heat = torch.zeros(4, 2, 2)
+    box = torch.tensor([[0.0, 0.0, 0.4, 0.4]]).expand(4, -1)
     heat[1, 0, 0] = 1.0
     heat[2, 0, 0] = torch.nan
     heat[3, 1, 1] = torch.nan
     assert hits(heat, box).tolist() == [False, True, False, False]
-    everywhere, nowhere = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([[0.4, 0.4, 0.6, 0.6]])
+    everywhere = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
+    nowhere = torch.tensor([[0.4, 0.4, 0.6, 0.6]])
     assert hits(heat[:1], everywhere).item()
     assert not hits(heat[1:2], nowhere).item()
 
@@ -109,7 +121,8 @@ class TimeModel(GridModel):
 def in_time(batch: dict[str, Any]) -> dict[str, Any]:
     """A batch whose boxes are as high as the window."""
     boxes = batch["region_boxes"].clone()
-    boxes[..., 1], boxes[..., 3] = 0, 1
+    boxes[..., 1] = 0
+    boxes[..., 3] = 1
     return {**batch, "region_boxes": boxes}
 
 
@@ -120,7 +133,8 @@ def iou(one: list[float], other: list[float]) -> float:
 
 def distance(profile: list[float], start: int, end: int) -> float:
     """The squared distance of a box, whose heights inside and outside are means; none that is lower inside is a box."""
-    inside, outside = profile[start:end], profile[:start] + profile[end:]
+    inside = profile[start:end]
+    outside = profile[:start] + profile[end:]
     if not outside or sum(inside) / len(inside) < sum(outside) / len(outside):
         return math.inf
     return round(sum((value - sum(part) / len(part)) ** 2 for part in (inside, outside) for value in part), 9)
@@ -133,7 +147,8 @@ def nearest_box(profile: list[float]) -> tuple[int, int]:
 
 def moments_by_hand() -> list[tuple[int, list[float], list[float]]]:
     """(row, true span, span found) of every moment."""
-    whole, found = in_time(whole_batch()), []
+    whole = in_time(whole_batch())
+    found = []
     for place, slot in whole["region_attention_mask"].any(-1).nonzero().tolist():
         phrase = whole["region_input_ids"][place, slot].float()
         logits = TimeModel.logit_scale.exp() * (phrase @ whole["pixel_values"][place, :, 0])
@@ -149,20 +164,22 @@ def in_space_and_time(size: int) -> dict[str, float]:
 
 
 def test_metrics_equal_a_loop() -> None:
-    expected, evaluator = moments_by_hand(), MomentEvaluator()
+    expected = moments_by_hand()
+    evaluator = MomentEvaluator()
     metrics = evaluator(TimeModel(), map(in_time, batches(4)), ACCELERATOR)  # type: ignore[arg-type]
     values = [iou(true, found) for _, true, found in expected]
     assert metrics["moment_miou"] == pytest.approx(sum(values) / len(values), rel=1e-5)
     for level in (0.5, 0.7):
         share = sum(value >= level for value in values) / len(values)
-        low, high = (metrics[f"moment_iou{level}_{end}"] for end in ("low", "high"))
+        low = metrics[f"moment_iou{level}_low"]
+        high = metrics[f"moment_iou{level}_high"]
         assert metrics[f"moment_iou{level}"] == pytest.approx(share)
         assert 0 <= low <= share <= high <= 1
     spans = [true for _, true, _ in expected]
-    fixed = max(
-        sum(iou([a / 40, b / 40], span) >= 0.5 for span in spans) / len(spans) for b in range(41) for a in range(b)
-    )
-    assert metrics["moment_iou0.5_fixed"] == pytest.approx(fixed)
+    hits = []
+    for start, end in combinations(range(41), 2):
+        hits.append(sum(iou([start / 40, end / 40], span) >= 0.5 for span in spans))
+    assert metrics["moment_iou0.5_fixed"] == pytest.approx(max(hits) / len(spans))
     assert metrics["moment_phrases"] == len(expected)
 
 
@@ -184,14 +201,18 @@ def test_the_loss_is_that_of_a_loop_over_the_cells(term: RegionPointing) -> None
     """Of each cell, which share of its points lies in the box, and how likely it is; of moments, half is covering."""
     is_moment = isinstance(term, MomentCovering)
     batch, model = (in_time(whole_batch()), TimeModel()) if is_moment else (whole_batch(), GridModel())
-    taps, nothing, expected, told = (batch["pixel_values"],), None, 0.0, 0
+    taps = (batch["pixel_values"],)
+    nothing = None
+    expected = 0.0
+    told = 0
     encoded = Encoded({"image": torch.zeros(IMAGES, 3)}, torch.tensor(3.0), None, torch.zeros(0), (), taps)
     loss, right = term.part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
     cells_bhwE = model.cell_embeds(taps).double()
     rows = cells_bhwE.shape[1]
     for place, slot in batch["region_attention_mask"].any(-1).nonzero().tolist():
         left, top, end, bottom = batch["region_boxes"][place, slot].double().tolist()
-        phrase, inside = batch["region_input_ids"][place, slot].double(), torch.zeros(rows, CELLS, dtype=torch.double)
+        phrase = batch["region_input_ids"][place, slot].double()
+        inside = torch.zeros(rows, CELLS, dtype=torch.double)
         chance = (3 * cells_bhwE[place] @ phrase).flatten().softmax(0)
         for y in range(rows):
             for x in range(CELLS):

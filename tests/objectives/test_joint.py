@@ -38,7 +38,9 @@ from tests.kit.processes import run_on_ranks
 
 def work_of_two_steps(width: int) -> list[dict[str, float]]:
     """Rank r takes 0.1 (r + 1) s of step; its captions have 40 + 10 r and 4 tokens."""
-    workload, cpu, rank = Workload(), torch.device("cpu"), distributed.rank()
+    workload = Workload()
+    cpu = torch.device("cpu")
+    rank = distributed.rank()
     for _ in range(2):
         workload.begin(cpu)
         time.sleep(0.1 * (rank + 1))
@@ -74,10 +76,14 @@ def test_matching_is_the_cross_entropy_of_its_pairs(kind: str, number: int) -> N
 
     An image's negative takes half of the weight of its wrong text, or all of it where no other is wrong.
     """
-    objective, batch, pairs = tiny_objective("contrastive_matching"), global_batch(kind), list[tuple[Any, ...]]()
+    objective = tiny_objective("contrastive_matching")
+    batch = global_batch(kind)
+    pairs = list[tuple[Any, ...]]()
     if kind.endswith("one image"):
         batch["ids"][:, 0] = 5
-    encoded, model, known = objective.encode(batch), objective.model, same_pair(batch["ids"], batch["ids"])
+    encoded = objective.encode(batch)
+    model = objective.model
+    known = same_pair(batch["ids"], batch["ids"])
     shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"])
     has_one = batch["negative_attention_mask"].any(1) if kind else torch.zeros(PAIRS, dtype=torch.bool)
     drawn = matching_of(objective).draw(shared, encoded.scale.detach(), number)
@@ -90,7 +96,8 @@ def test_matching_is_the_cross_entropy_of_its_pairs(kind: str, number: int) -> N
         assert image < 0 or not known[image, place]
     losses = []
     for image, prefix, text, sign, weight in pairs:
-        ids, mask = (batch[f"{prefix}{name}"][text, None] for name in ("input_ids", "attention_mask"))
+        ids = batch[f"{prefix}input_ids"][text, None]
+        mask = batch[f"{prefix}attention_mask"][text, None]
         keys_values = tuple(layer[:, image, None] for layer in encoded.keys_values)
         logit = model.match_pairs(keys_values, model.encode_text(ids, mask)[1], mask).float()
         losses.append(weight * softplus(sign * logit).item())
@@ -129,7 +136,9 @@ def caption_logits(
 def test_captioning_sees_what_came_before_and_nothing_else() -> None:
     objective = tiny_objective("captioning")
     batch = {name: value for name, value in global_batch().items() if not name.startswith("all_")}
-    model, ids, mask = objective.model, batch["input_ids"], batch["attention_mask"]
+    model = objective.model
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
     _, keys_values = model.encode_image(batch["pixel_values"])
     before = caption_logits(model, keys_values, ids, mask, mask.bool())
     changed = ids.clone()
@@ -156,11 +165,13 @@ def test_captioning_sees_what_came_before_and_nothing_else() -> None:
 
 
 def test_all_captions_of_an_image_are_targets() -> None:
-    objective, batch = tiny_objective("captioning"), global_batch()
+    objective = tiny_objective("captioning")
+    batch = global_batch()
     _, keys_values = objective.model.encode_image(batch["pixel_values"])
     total = 0.0
     for column in range(3):
-        ids, mask = batch["all_input_ids"][:, column], batch["all_attention_mask"][:, column]
+        ids = batch["all_input_ids"][:, column]
+        mask = batch["all_attention_mask"][:, column]
         rows = mask.any(1)
         own = tuple(layer[:, rows] for layer in keys_values)
         total -= objective.model.caption_scores(own, ids[rows], mask[rows]).sum().item()
@@ -171,8 +182,10 @@ def test_all_captions_of_an_image_are_targets() -> None:
 def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatch) -> None:
     """Value and gradients are those of a softmax over these words, written out; others have the probability of chance."""
     monkeypatch.setattr("mm_utils.objectives.captioning._LARGE", 50)
-    model, batch = tiny_model(), global_batch()
-    head_of, rows = Captioning(), Dataset.from_dict({"input_ids": [[[2, *range(5, 15)], [20, 3]], [[21, 20]]]})
+    model = tiny_model()
+    batch = global_batch()
+    head_of = Captioning()
+    rows = Dataset.from_dict({"input_ids": [[[2, *range(5, 15)], [20, 3]], [[21, 20]]]})
     head_of.prepare(model)
     model.double()
     assert model.token_head is not None
@@ -215,10 +228,12 @@ def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatc
 
 
 def test_distillation_is_a_cross_entropy_with_the_teachers_softmax() -> None:
-    objective, batch = tiny_objective("distillation"), global_batch()
+    objective = tiny_objective("distillation")
+    batch = global_batch()
     report = objective(batch, 0)
     with torch.no_grad():
-        embeds, scale = objective.encode(batch).embeds, objective.model.logit_scale.exp()
+        embeds = objective.encode(batch).embeds
+        scale = objective.model.logit_scale.exp()
     total = torch.zeros(())
     for one, other in (("image", "text"), ("text", "image")):
         given = 4.0 * batch[f"teacher_{one}"] @ batch[f"teacher_{other}"].T
@@ -267,7 +282,8 @@ def test_terms_of_ones_own_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # -- parts of a batch change memory and time, never the gradient -------------------------------------------------------
 def test_no_activation_outlives_its_part():
     """The largest number of pairs in one forward with gradient is the part's."""
-    objective, sizes = tiny_objective("contrastive"), []
+    objective = tiny_objective("contrastive")
+    sizes = []
 
     def note(module: nn.Module, given: Any, out: Any) -> None:
         if torch.is_grad_enabled():
@@ -289,7 +305,8 @@ def with_batch_norm() -> JointObjective:
 
 
 def test_batch_norms_count_every_part_once():
-    objective, batch = with_batch_norm(), global_batch()
+    objective = with_batch_norm()
+    batch = global_batch()
     norm = objective.model.vision_model.norm
     step_in_parts(objective, batch, 5)
     once = nn.BatchNorm2d(3, dtype=torch.double)
@@ -304,7 +321,9 @@ class Full:
     """Runs out of memory when more than `most` pairs are embedded with gradient, in the `fails`-th such pass or later."""
 
     def __init__(self, objective: JointObjective, most: int, fails: int = 0):
-        self.encode, self.most, self.left = objective.encode, most, fails
+        self.encode = objective.encode
+        self.most = most
+        self.left = fails
         objective.encode = self  # type: ignore[method-assign]
 
     def __call__(self, batch: dict[str, Any], *given: bool) -> Any:
@@ -352,7 +371,8 @@ def test_an_own_objective_that_computes_a_step_as_a_whole_says_what_parts_need()
 
 
 def test_every_part_drops_out_again_what_it_did() -> None:
-    objective, seen = tiny_objective("contrastive"), []
+    objective = tiny_objective("contrastive")
+    seen = []
     dropout = objective.model.text_model.embeddings.dropout = nn.Dropout(0.5)
     dropout.register_forward_hook(lambda module, given, out: seen.append(out == 0))
     objective.train()

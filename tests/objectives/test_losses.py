@@ -100,8 +100,10 @@ def test_fp32_gradient_survives_convergence() -> None:
     generator = torch.Generator().manual_seed(0)
     image = torch.linalg.qr(torch.randn(16, 16, generator=generator, dtype=torch.double))[0][:8]
     text = normalize(image + 0.02 * torch.randn(8, 16, generator=generator, dtype=torch.double), dim=1)
-    image, text = image.float(), text.float()
-    ids, scale = torch.arange(8)[:, None].expand(-1, 2), torch.tensor(25.0)
+    image = image.float()
+    text = text.float()
+    ids = torch.arange(8)[:, None].expand(-1, 2)
+    scale = torch.tensor(25.0)
     right = with_gradients(dense_info_nce, image.double(), text.double(), scale.double(), ids)
     assert 1e-11 < right[0] < 1e-9
     found = with_gradients(tiled_info_nce, image, text, scale, ids)
@@ -117,8 +119,8 @@ def test_pairs_that_share_an_image_or_a_caption_are_no_negatives(column: int) ->
     ids[5, column] = ids[2, column]
     scale = torch.tensor(20.0, dtype=torch.double)
     before = tiled_info_nce(image, text, scale, ids)
-    text[5], text[2] = text[2].clone(), text[5].clone()  # now each looks like the other's positive
-    image[5], image[2] = image[2].clone(), image[5].clone()
+    text[[5, 2]] = text[[2, 5]]  # now each looks like the other's positive
+    image[[5, 2]] = image[[2, 5]]
     torch.testing.assert_close(tiled_info_nce(image, text, scale, ids), before)
     apart = torch.arange(16).view(8, 2)
     assert tiled_info_nce(image, text, scale, apart) > before
@@ -127,7 +129,8 @@ def test_pairs_that_share_an_image_or_a_caption_are_no_negatives(column: int) ->
 def test_fp16_under_a_loss_scaler() -> None:
     """Gradients of 1e-6 do not exist in fp16; multiplied by the scaler's 65536 in fp32 first, they are."""
     image, text, ids = make_batch(256, 8)
-    image, text = image.half(), text.half()
+    image = image.half()
+    text = text.half()
     scaled = with_gradients(lambda *values: 65536 * tiled_info_nce(*values), image, text, torch.tensor(0.05), ids)
     double = image.double(), text.double(), torch.tensor(0.05, dtype=torch.double), ids
     right = with_gradients(lambda *values: 65536 * dense_info_nce(*values), *double)
@@ -150,7 +153,9 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_quadratic_tensor() -> None:
-    count, width, tile = 128, 4, 4
+    count = 128
+    width = 4
+    tile = 4
     image, text, ids = make_batch(count, width)
     scale = torch.tensor(10.0, dtype=torch.double)
     with Largest() as dense:
@@ -192,13 +197,15 @@ def test_a_known_positive_is_never_drawn(
 
 def test_distribution_is_softmax() -> None:
     """Chi-square of 40 x 256 draws among eight kinds of columns; the noise is a hash, so the figure never changes."""
-    count, kinds = 256, 8
+    count = 256
+    kinds = 8
     kind = torch.arange(count) % kinds
     keys = normalize(torch.randn(kinds, 4, generator=torch.Generator().manual_seed(1)), dim=1)[kind]
     queries = keys[:1].expand(count, -1).contiguous()
     ids = torch.arange(2 * count).view(count, 2)
     ids[:32, 0] = 0  # 32 rows exclude each other
-    batch, scale = gather_batch(queries, keys, ids), torch.tensor(1.5)
+    batch = gather_batch(queries, keys, ids)
+    scale = torch.tensor(1.5)
     probability = (scale * queries @ keys.T).masked_fill(same_pair(ids, ids), -torch.inf).softmax(1)
     draws = torch.stack([hard_negatives(queries, keys, scale, batch, key) for key in range(40)])
     expected = 40 * torch.zeros(count, kinds).index_add_(1, kind, probability).sum(0)

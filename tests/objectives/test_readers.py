@@ -100,11 +100,13 @@ def test_boxes_are_where_the_pixels_are(
     rng = random.Random(0)
     boxes = []
     for _ in range(12):
-        across, down = (side * rng.uniform(0.2, 0.4) // 1 for side in (width, height))
+        across = width * rng.uniform(0.2, 0.4) // 1
+        down = height * rng.uniform(0.2, 0.4) // 1
         boxes.append((rng.randint(0, int(width - across)), rng.randint(0, int(height - down)), int(across), int(down)))
     images = [white_box(kind, width, height, box) for box in boxes]
     rows = tokenized(rows_with([[a_region(*box)] for box in boxes], images), tokenizer)
-    pairs, seen = Pairs(rows, transform), 0
+    pairs = Pairs(rows, transform)
+    seen = 0
     for row in range(len(boxes)):
         example = pairs[(row, 0)]
         assert len(example["region_boxes"]) == len(example["region_keys"]) == len(example["region_input_ids"]) <= 1
@@ -117,7 +119,8 @@ def test_boxes_are_where_the_pixels_are(
 def test_training_draws_some_of_many_regions(tokenizer: PreTrainedTokenizerFast) -> None:
     listed = [a_region(2 * place, 1, 3, 5, f"picture {word}") for place, word in enumerate(WORDS)]
     rows = tokenized(rows_with([listed]), tokenizer)
-    pairs, again = (training_pairs(rows, readers=READERS, min_crop_area=0.99, seed=1) for _ in range(2))
+    pairs = training_pairs(rows, readers=READERS, min_crop_area=0.99, seed=1)
+    again = training_pairs(rows, readers=READERS, min_crop_area=0.99, seed=1)
     everything = [caption_key(region["phrase"]) for region in listed]
     chosen = [pairs[(0, epoch)]["region_keys"] for epoch in range(20)]
     assert chosen == [again[(0, epoch)]["region_keys"] for epoch in range(20)]
@@ -209,7 +212,8 @@ def test_negatives_are_tokenised_like_captions_and_are_none_of_the_image(tokeniz
 
 
 def test_one_negative_a_row_is_drawn_by_seed_epoch_and_id(tokenizer: PreTrainedTokenizerFast) -> None:
-    negatives = [[f"picture {WORDS[other]}" for other in range(index % 5)] for index in range(6)]
+    others = [f"picture {word}" for word in WORDS]
+    negatives = [others[: index % 5] for index in range(6)]
     plain = tokenize_captions(rows_of(6, broken=[5]), tokenizer, 16)
     rows = with_negatives(tokenizer, rows_of(6, broken=[5]), negatives)
     drawn = {}

@@ -44,7 +44,8 @@ class PointingEvaluator(Evaluator):
     """Measure pointing in images; all ranks get the same metrics."""
 
     readers = (RegionReader(),)
-    title, width = "Pointing", 2
+    title = "Pointing"
+    width = 2
 
     @torch.no_grad()
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
@@ -65,7 +66,8 @@ class PointingEvaluator(Evaluator):
             rows.append(batch["rows"][regions.image][:count])
             columns.append(self.judge(model, cosine_Rhw, regions.boxes)[:count])
         sizes = distributed.gather_sizes(sum(map(len, rows)), accelerator.device)
-        row_N, column_NC = (distributed.gather(torch.cat(each), sizes) for each in (rows, columns))
+        row_N = distributed.gather(torch.cat(rows), sizes)
+        column_NC = distributed.gather(torch.cat(columns), sizes)
         return self.metrics(row_N, column_NC) if len(row_N) else {}
 
     def judge(self, model: FusionDualEncoderModel, cosine_Rhw: Tensor, boxes: Tensor) -> Tensor:
@@ -81,7 +83,8 @@ class PointingEvaluator(Evaluator):
 class MomentEvaluator(PointingEvaluator):
     """Measure moments of clips and sounds."""
 
-    title, width = "Moments", 4
+    title = "Moments"
+    width = 4
 
     def judge(self, model: FusionDualEncoderModel, cosine_Rhw: Tensor, boxes: Tensor) -> Tensor:
         """Return the true span of each phrase and the one found, `[R, 4]`."""
@@ -91,7 +94,8 @@ class MomentEvaluator(PointingEvaluator):
 
     def metrics(self, row_N: Tensor, column_NC: Tensor) -> dict[str, float]:
         """Return `MEASURES` with intervals and what stands beside them."""
-        true_N2, metrics = column_NC[:, :2], dict[str, float]()
+        true_N2 = column_NC[:, :2]
+        metrics = dict[str, float]()
         overlap_N = overlaps(column_NC[:, 2:], true_N2)
         spans = torch.combinations(torch.arange(GRID + 1.0, dtype=torch.double, device=true_N2.device)) / GRID
         fixed = [overlaps(true_N2, span) for span in spans]
@@ -110,12 +114,14 @@ def of_split(rows: datasets.Dataset) -> MomentEvaluator | None:
 def hits(heat_Rhw: Tensor, boxes: Tensor) -> Tensor:
     """Return whether the centre of the highest cell lies in the box, bool `[R]`."""
     height, width = heat_Rhw.shape[1:]
-    down, across = ((torch.arange(size, device=boxes.device) + 0.5) / size for size in (height, width))
+    down = (torch.arange(height, device=boxes.device) + 0.5) / height
+    across = (torch.arange(width, device=boxes.device) + 0.5) / width
     in_rows = (boxes[:, 1, None] <= down) & (down <= boxes[:, 3, None])
     in_columns = (boxes[:, 0, None] <= across) & (across <= boxes[:, 2, None])
     inside_Rn = (in_rows[:, :, None] & in_columns[:, None]).flatten(1)
     heat_Rn = heat_Rhw.flatten(1)
-    best, rival = (heat_Rn.masked_fill(~mask, -torch.inf).amax(1) for mask in (inside_Rn, ~inside_Rn))
+    best = heat_Rn.masked_fill(~inside_Rn, -torch.inf).amax(1)
+    rival = heat_Rn.masked_fill(inside_Rn, -torch.inf).amax(1)
     return best > rival
 
 
@@ -134,6 +140,7 @@ def fit_span(profile_RT: Tensor) -> Tensor:
     rise = (sums[:, None, :] - sums[:, :, None]).clamp(min=0)  # [R, start, end]
     score = rise**2 / (length * (1 - length / cells)).clamp(min=1e-6)
     may_be = (length > 0) & ((length < cells) | (cells == 1))
+    # The place in a flat [start, end] of (T + 1)^2 entries
     best_R = score.masked_fill(~may_be, -1.0).flatten(1).argmax(1)
     found_R2 = torch.stack([best_R // (cells + 1), best_R % (cells + 1)], 1) / cells
     is_told = profile_RT.isfinite().all(1) & ((profile_RT.amax(1) > profile_RT.amin(1)) | (cells == 1))

@@ -22,6 +22,7 @@ A region is left out if less than half of it is in the square: its phrase would 
 
 import random
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import datasets
@@ -114,11 +115,12 @@ def _tokenize(
             regions[-1].append(([float(number) for number in box], value["phrase"]))
     phrases = [phrase for row in regions for _, phrase in row]
     tokens = iter(encode_captions(tokenizer, phrases, max_seq_length))
-    return {
-        "region_boxes": [[number for box, _ in row for number in box] for row in regions],
-        "region_input_ids": [[next(tokens) for _ in row] for row in regions],
-        "region_keys": [[caption_key(phrase) for _, phrase in row] for row in regions],
-    }
+    found: Columns = {"region_boxes": [], "region_input_ids": [], "region_keys": []}
+    for row in regions:
+        found["region_boxes"].append([number for box, _ in row for number in box])
+        found["region_input_ids"].append(list(islice(tokens, len(row))))
+        found["region_keys"].append([caption_key(phrase) for _, phrase in row])
+    return found
 
 
 def visible_regions(
@@ -128,18 +130,24 @@ def visible_regions(
 
     `rng` draws `MAX_REGIONS` if there are more; None keeps all.
     """
+    # `size` twice, for x and y and for width and height
     boxes = np.asarray(row["region_boxes"], np.float64).reshape(-1, 4) / (size * 2)
-    corner, far = np.array(window[:2]), np.array(window[2:])
+    corner = np.array(window[:2])
+    far = np.array(window[2:])
     edges = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
     edges = (edges - np.tile(corner, 2)) / np.tile(far - corner, 2)
     boxes = edges.clip(0, 1).astype(np.float32)
-    whole, left = (each[:, 2:] - each[:, :2] for each in (edges, boxes))
+    whole = edges[:, 2:] - edges[:, :2]
+    left = boxes[:, 2:] - boxes[:, :2]
     is_visible = (left.prod(1) >= MIN_VISIBLE_SHARE * whole.prod(1)) & (left > 0).all(1)
     places = is_visible.nonzero()[0].tolist()
     if rng is not None and len(places) > MAX_REGIONS:
         places = sorted(rng.sample(places, MAX_REGIONS))
-    names = ("region_input_ids", "region_keys")
-    return {"region_boxes": boxes[places], **{name: [row[name][place] for place in places] for name in names}}
+    return {
+        "region_boxes": boxes[places],
+        "region_input_ids": [row["region_input_ids"][place] for place in places],
+        "region_keys": [row["region_keys"][place] for place in places],
+    }
 
 
 class Regions(NamedTuple):

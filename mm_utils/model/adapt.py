@@ -7,6 +7,7 @@ resumes: the weights under them are those that the run started from.
 
 import copy
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 _DINOV3_POSITIONS = {"pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"}  # random in training, like dropout
 FILE = "adapters.safetensors"
-_ADAPTER, _BASE = ".lora_", ".base_layer."
+_ADAPTER = ".lora_"
+_BASE = ".base_layer."
 
 
 def freeze_unused(model: Any) -> int:
@@ -37,7 +39,8 @@ def freeze_unused(model: Any) -> int:
     """
     was_training = model.training
     model.eval()
-    images, token_ids = torch.randn(2, *input_shape(model.vision_model)), torch.ones(2, 4, dtype=torch.long)
+    images = torch.randn(2, *input_shape(model.vision_model))
+    token_ids = torch.ones(2, 4, dtype=torch.long)
     output = model(input_ids=token_ids, pixel_values=images, return_loss=True)
     scalar = sum(output[name].sum() for name in ("loss", "logits", "match_logits") if output.get(name) is not None)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -62,8 +65,10 @@ class PatchProduct(nn.Conv2d):
         """Return the patches' embeddings, `[B, E, h, w]`."""
         if not on_gpu(input):
             return super().forward(input)
-        height, width = (side // patch for side, patch in zip(input.shape[2:], self.kernel_size, strict=True))
-        grid = input[:, :, : height * self.kernel_size[0], : width * self.kernel_size[1]]
+        high, wide = self.kernel_size
+        height = input.shape[2] // high
+        width = input.shape[3] // wide
+        grid = input[:, :, : height * high, : width * wide]
         patches = grid.unflatten(3, (width, -1)).unflatten(2, (height, -1)).permute(0, 2, 4, 1, 3, 5).flatten(3)
         return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
@@ -79,7 +84,8 @@ def multiply_patches(tower: nn.Module) -> None:
             ):
                 side: Any = conv.kernel_size
                 made = PatchProduct(conv.in_channels, conv.out_channels, side, side, device="meta")
-                made.weight, made.bias = conv.weight, conv.bias
+                made.weight = conv.weight
+                made.bias = conv.bias
                 setattr(parent, name, made.train(conv.training))
 
 
@@ -135,7 +141,8 @@ def _repeats_in_training(tower: PreTrainedModel, name: str) -> bool:
     for module in tower.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()  # which needs several values, and would count the probe
-    first, second = (tower(**inputs, return_dict=True)["last_hidden_state"] for _ in range(2))
+    first = tower(**inputs, return_dict=True)["last_hidden_state"]
+    second = tower(**inputs, return_dict=True)["last_hidden_state"]
     tower.train(was_training)
     return torch.equal(first, second)
 
@@ -171,11 +178,8 @@ def attention_layers(tower: nn.Module) -> list[str]:
 
     `nn.MultiheadAttention`, of which SigLIP's pooler has one, reads the weight of its layer, which is of a subclass.
     """
-    return [
-        name
-        for name, module in tower.named_modules()
-        if type(module) is nn.Linear and any(word in name.lower() for word in ("attention", "attn"))
-    ]
+    layers = [name for name, module in tower.named_modules() if type(module) is nn.Linear]
+    return [name for name in layers if re.search("attention|attn", name.lower())]
 
 
 def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,7 +190,8 @@ def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         layer, _, kind = name.partition(_BASE)
         if kind == "weight":
-            up, down = (weights[f"{layer}.lora_{side}.default.weight"] for side in "BA")
+            up = weights[f"{layer}.lora_B.default.weight"]
+            down = weights[f"{layer}.lora_A.default.weight"]
             value = (value.float() + up.float() @ down.float()).to(value)
         found[f"{layer}.{kind}" if kind else name] = value
     return found

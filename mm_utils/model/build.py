@@ -162,14 +162,16 @@ def _joined(
     if of_images is None:
         vision_model, config["vision_pooling"] = _backbone(args, "vision", tokenizer, medium)
     else:
-        vision_model, own = of_images.vision_model, of_images.config
+        vision_model = of_images.vision_model
+        own = of_images.config
         config |= {name: getattr(own, name) for name in ("vision_pooling", "projection_dim", "freeze_batch_norm")}
         if isinstance(of_images.visual_projection, ClapProjectionLayer):
             config["dual_encoder_type"] = "clap"
     if of_texts is None:
         text_model, config["text_pooling"] = _backbone(args, "text", tokenizer)
     else:
-        text_model, own = of_texts.text_model, of_texts.config
+        text_model = of_texts.text_model
+        own = of_texts.config
         config |= {name: getattr(own, name) for name in ("text_pooling", "projection_dim", "text_padding")}
     model = join_backbones(vision_model, text_model, **config)
     for side, whole in (("visual", of_images), ("text", of_texts)):
@@ -185,7 +187,9 @@ def _joined(
             part.requires_grad_(False)
         logger.info(
             "The image side of the model stays as it is (%s, %d numbers an embedding); its texts are read by a new %s",
-            *(own.vision_config.model_type, own.projection_dim, text_model.config.model_type),
+            own.vision_config.model_type,
+            own.projection_dim,
+            text_model.config.model_type,
         )
     return model
 
@@ -233,7 +237,8 @@ def _backbone(
     args: ModelArguments, tower: str, tokenizer: PreTrainedTokenizerBase, medium: str = "image"
 ) -> tuple[PreTrainedModel, str]:
     """Load or make a backbone; return it with its pooling."""
-    name, pooling = getattr(args, f"{tower}_model_name_or_path"), "auto"
+    name = getattr(args, f"{tower}_model_name_or_path")
+    pooling = "auto"
     if name:
         made, pooling = load_tower(name, tower)
     elif tower == "vision":
@@ -269,7 +274,8 @@ def check_model(name: str, flag: str = "--model_name_or_path") -> Any:
     Raises:
         ValueError: if it is not one, with what to give instead.
     """
-    title, path = f"{flag} is {name}", Path(name)
+    title = f"{flag} is {name}"
+    path = Path(name)
     # The Hub id of a whole model has one slash.
     problem = missing(name if "/" in name else f"./{name}") or ("there is no such folder." if path.is_file() else "")
     if problem:

@@ -32,8 +32,8 @@ def vision_features(
     if "vision_pooled" not in batch:
         return model.vision_features(batch["pixel_values"], with_taps)
     taps = range(len(model.fusion.taps)) if with_taps and model.fusion is not None else ()
-    pooled, *read = (batch[name].to(model.dtype) for name in ("vision_pooled", *map("vision_taps_{}".format, taps)))
-    return pooled, tuple(read)
+    stored = tuple(batch[f"vision_taps_{tap}"].to(model.dtype) for tap in taps)
+    return batch["vision_pooled"].to(model.dtype), stored
 
 
 def stored_text(
@@ -64,12 +64,15 @@ def length_groups(lengths: Sequence[int], device_type: str) -> list[range]:
     values, first = np.unique(-np.asarray(lengths), return_index=True)
     starts = np.append(first, len(lengths))
     # cheapest[k]: of all rows from the k-th distinct length on; end[k]: where their first group ends
-    cheapest, end = np.zeros(len(starts)), np.zeros(len(values), dtype=int)
+    cheapest = np.zeros(len(starts))
+    end = np.zeros(len(values), dtype=int)
+    # From the shortest captions on: the best cut behind k is the cheapest first group and the best cuts of the rest
     for k in range(len(values) - 1, -1, -1):
         costs = -values[k] * (starts[k + 1 :] - starts[k]) + cheapest[k + 1 :]
         end[k] = k + 1 + costs.argmin()
         cheapest[k] = costs.min() + PASS_TOKENS.get(device_type, PASS_TOKENS["cuda"])
-    groups, k = [], 0
+    groups = []
+    k = 0
     while k < len(values):
         groups.append(range(int(starts[k]), int(starts[end[k]])))
         k = end[k]
@@ -86,11 +89,14 @@ def encode_in_groups(
     """Return what `model.encode_text` does of n texts `[n, L]`, in groups if their numbers of tokens are given."""
     if not lengths:
         return model.encode_text(input_ids, attention_mask, with_states)
-    pooled, states = [], []
+    pooled = []
+    states = []
     for group in length_groups(lengths, input_ids.device.type):
-        rows, longest = slice(group.start, group.stop), max(lengths[group.start : group.stop])
+        rows = slice(group.start, group.stop)
+        longest = max(lengths[group.start : group.stop])
         # A copy: compiled towers have one graph for contiguous tokens, and would need another for a slice.
-        tokens, mask = (given[rows, :longest].contiguous() for given in (input_ids, attention_mask))
+        tokens = input_ids[rows, :longest].contiguous()
+        mask = attention_mask[rows, :longest].contiguous()
         with knows_padding(min(lengths[group.start : group.stop]) < longest):
             of_rows, of_tokens = model.text_features(tokens, mask, with_states)
         pooled.append(of_rows)

@@ -37,9 +37,10 @@ def average_pool(grid: Tensor, height: int, width: int) -> Tensor:
         return F.adaptive_avg_pool2d(grid, (height, width))
     windows = []
     for side, steps in zip(grid.shape[2:], (height, width), strict=True):
-        place, step = torch.arange(side, device=grid.device), torch.arange(steps, device=grid.device)[:, None]
+        place = torch.arange(side, device=grid.device)
+        step = torch.arange(steps, device=grid.device)[:, None]
         windows.append((place >= step * side // steps) & (place * steps < (step + 1) * side))
-    is_in = torch.kron(*windows)
+    is_in = torch.kron(*windows)  # `[height x width, h x w]`, 1 where a cell belongs to a window
     return (grid.flatten(2) @ is_in.T.to(grid) / is_in.sum(1)).unflatten(2, (height, width)).to(grid)
 
 
@@ -63,7 +64,8 @@ class LevelAdapter(nn.Module):
 
     def __init__(self, width: int, dim: int, max_tokens: int, timed: bool = False):
         super().__init__()
-        self.max_tokens, self.timed = max_tokens, timed
+        self.max_tokens = max_tokens
+        self.timed = timed
         self.norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, dim)
         self.level = nn.Parameter(torch.zeros(dim))
@@ -96,10 +98,10 @@ class LevelAdapter(nn.Module):
 
 def _sincos_positions(height: int, width: int, dim: int, device: torch.device) -> Tensor:
     """Return fixed 2-D sine-cosine positions `[height * width, dim]` for any resolution."""
+    # Grids have some ten cells a side, so the slowest wave is 100 times, not 10,000 times, as long as the fastest
     frequency = 100.0 ** -(torch.arange(dim // 4, device=device) / (dim // 4))
-    rows, columns = (
-        (torch.arange(size, device=device) + 0.5)[:, None] / size * 2 * math.pi * frequency for size in (height, width)
-    )
+    rows = (torch.arange(height, device=device) + 0.5)[:, None] / height * 2 * math.pi * frequency
+    columns = (torch.arange(width, device=device) + 0.5)[:, None] / width * 2 * math.pi * frequency
     rows = torch.cat([rows.sin(), rows.cos()], 1)[:, None].expand(-1, width, -1)
     columns = torch.cat([columns.sin(), columns.cos()], 1)[None].expand(height, -1, -1)
     return torch.cat([rows, columns], -1).flatten(0, 1)
@@ -133,7 +135,9 @@ class FusionLayer(nn.Module):
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
-        self.self_norm, self.cross_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.self_norm = nn.LayerNorm(dim)
+        self.cross_norm = nn.LayerNorm(dim)
+        self.mlp_norm = nn.LayerNorm(dim)
         self.self_attention = Attention(dim, heads)
         self.cross_attention = Attention(dim, heads)
         self.gate = nn.Parameter(torch.ones(1))
@@ -180,7 +184,8 @@ class FusionHead(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        dim, blocks = config.fusion_dim, config.fusion_layers
+        dim = config.fusion_dim
+        blocks = config.fusion_layers
         self.taps = list(config.fusion_vision_taps)
         self.adapters: Iterable[LevelAdapter] = nn.ModuleList(  # type: ignore[assignment]
             LevelAdapter(config.vision_widths[tap], dim, config.fusion_tokens_per_tap, config.medium != "image")
@@ -196,7 +201,7 @@ class FusionHead(nn.Module):
         )
         self.output_norm = nn.LayerNorm(dim)
         self.match = nn.Linear(dim, 1)
-        # number of taps that each block reads
+        # How many taps each block reads, rounded up: of 3 taps, two blocks read 2 and 3
         self.reach = [-(-len(self.taps) * (block + 1) // blocks) for block in range(blocks)]
 
     def pool_taps(self, hidden_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -277,7 +282,8 @@ class TokenHead(nn.Module):
         """Return logits `[M, W]` of the W known words, and the places of words `ids`, `[M]`, among these; -100: not known."""
         if (places := self.places()) is None:
             return self(fused, embeddings), ids
-        chosen, where = (each.to(fused.device) for each in places)
+        chosen = places[0].to(fused.device)
+        where = places[1].to(fused.device)
         return F.linear(self.transform(fused), rows_of(embeddings, chosen), rows_of(self.bias, chosen)), where[ids]
 
     def predict(self, known: Tensor) -> None:

@@ -38,7 +38,8 @@ def resize(tower: Any, size: int) -> Any:
     if own is not None:
         config.image_size = [size] * len(own) if isinstance(own, (list, tuple)) else size
     made = type(backbone)._from_config(config)
-    weights, wanted = backbone.state_dict(), made.state_dict()
+    weights = backbone.state_dict()
+    wanted = made.state_dict()
     for name in wanted.keys() | weights.keys():
         if name not in wanted or name not in weights or weights[name].shape != wanted[name].shape:
             is_video = len(input_shape(backbone)) > 3 and tower is backbone  # positions in time, too
@@ -53,7 +54,8 @@ def resize(tower: Any, size: int) -> Any:
             weights[name] = table
     made.load_state_dict(weights)
     if tower is not backbone:
-        tower.backbone, tower.config = made, made.config
+        tower.backbone = made
+        tower.config = made.config
         made = tower
     probe(made, "vision")
     logger.info("The image tower (%s) reads %d pixels a side in place of %d", made.config.model_type, size, own_size)
@@ -67,12 +69,13 @@ def _interpolated(made: Any, name: str, table: Tensor | None, wanted: Tensor | N
     if table.dim() not in (2, 3) or table.shape[:-2] not in ((), (1,)) or table.shape[-1] != wanted.shape[-1]:
         return None
     patch = getattr(made.config, "patch_size", None)
-    counts = table.shape[-2], wanted.shape[-2]
-    sides = [each // patch for each in sizes] if isinstance(patch, int) else [math.isqrt(count) for count in counts]
-    special, others = (count - side**2 for count, side in zip(counts, sides, strict=True))
-    if special != others or not 0 <= special <= MOST_SPECIAL_TOKENS or not sides[1]:
+    before = table.shape[-2]
+    after = wanted.shape[-2]
+    side, new_side = [size // patch for size in sizes] if isinstance(patch, int) else map(math.isqrt, (before, after))
+    special = before - side**2  # class and register tokens in front of the patches
+    if special != after - new_side**2 or not 0 <= special <= MOST_SPECIAL_TOKENS or not new_side:
         return None
     rows = table.float().reshape(-1, table.shape[-1])
-    grid = rows[special:].reshape(1, sides[0], sides[0], -1).permute(0, 3, 1, 2)
-    grid = F.interpolate(grid, size=(sides[1], sides[1]), mode="bicubic", align_corners=False)
+    grid = rows[special:].reshape(1, side, side, -1).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid, size=(new_side, new_side), mode="bicubic", align_corners=False)
     return torch.cat([rows[:special], grid.permute(0, 2, 3, 1).flatten(0, 2)]).view_as(wanted).to(table)

@@ -37,7 +37,8 @@ def join_backbones(vision_model: Any, text_model: PreTrainedModel, **config: Any
         ValueError: if a backbone returns no hidden states.
     """
     medium = config.get("medium", FusionDualEncoderConfig.medium)
-    vision, text = probe(vision_model, "vision"), probe(text_model, "text")
+    vision = probe(vision_model, "vision")
+    text = probe(text_model, "text")
     for name, output in (("vision_pooling", vision), ("text_pooling", text)):
         pooler = output.get("pooler_output")
         first_token_only = name == "text_pooling" and has_bert_pooler(text_model)
@@ -89,38 +90,42 @@ def probe(backbone: Any, tower: str) -> ModelOutput:
         RunError: if its outputs are not finite.
     """
     was_training = backbone.training
-    inputs, name = probe_input(backbone, tower), type(backbone).__name__
+    inputs = probe_input(backbone, tower)
+    wanted = {"output_hidden_states": True, "return_dict": True}
+    name = type(backbone).__name__
     batch = {field: torch.cat([value, value.flip(-1)]) for field, value in inputs.items()}
     if tower == "text":  # the first row is padded to the length of the second
         pad = getattr(backbone.config, "pad_token_id", None) or 0
         batch["input_ids"] = F.pad(batch["input_ids"], (0, 4), value=1)
         batch["attention_mask"] = F.pad(batch["attention_mask"], (0, 4), value=1)
-        batch["input_ids"][0, 2:], batch["attention_mask"][0, 2:] = pad, 0
+        batch["input_ids"][0, 2:] = pad
+        batch["attention_mask"][0, 2:] = 0
     try:
-        first, second, among = (
-            backbone.eval()(**given, output_hidden_states=True, return_dict=True) for given in (inputs, inputs, batch)
-        )
+        backbone.eval()
+        first = backbone(**inputs, **wanted)
+        among = backbone(**batch, **wanted)
     except Exception as error:  # of any kind: a grid that windows do not divide, a size that a class fixes
         sizes = ", ".join(f"{field} of {list(value.shape)}" for field, value in inputs.items())
         raise ValueError(f"{name} cannot run on {sizes}: {one_line(error)}. Give it another size.") from error
-    backbone.train(was_training)
     if first.get("last_hidden_state") is None or first.get("hidden_states") is None:
         raise ValueError(f"{name} returns no hidden states; the fusion head cannot read it.")
-    one, again, row = (output["last_hidden_state"] for output in (first, second, among))
-    if not (one.isfinite().all() and row.isfinite().all()):
+    one = first["last_hidden_state"]
+    rows = among["last_hidden_state"]
+    if not (one.isfinite().all() and rows.isfinite().all()):
         raise RunError(
             f"{name} computes values that are not finite; training has diverged, or its weights are damaged. Start anew with a "
             "lower --learning_rate, or from other weights."
         )
-    if not _close(one, again):
-        raise ValueError(
-            f"{name} returns other outputs for the same input each time, in evaluation too: it draws random numbers. Choose "
-            "another backbone; a ViT-MAE is saved as a ViT by ViTModel.from_pretrained(..., add_pooling_layer=False)."
-        )
-    row = row[:1] if tower == "vision" else row[:1, : one.shape[1]]
-    if len(among["last_hidden_state"]) != 2 or not _close(one, row):
+    row = rows[:1] if tower == "vision" else rows[:1, : one.shape[1]]
+    if len(rows) != 2 or not _close(one, row):
+        if not _close(one, backbone(**inputs, **wanted)["last_hidden_state"]):
+            raise ValueError(
+                f"{name} returns other outputs for the same input each time, in evaluation too: it draws random numbers. Choose "
+                "another backbone; a ViT-MAE is saved as a ViT by ViTModel.from_pretrained(..., add_pooling_layer=False)."
+            )
         why = "an image's output depends on the other images" if tower == "vision" else "a text's depends on padding"
         raise ValueError(f"{name} does not keep the rows of a batch apart: {why}. Choose another backbone.")
+    backbone.train(was_training)
     return first
 
 

@@ -96,7 +96,8 @@ class FusionDualEncoderConfig(PreTrainedConfig):
     model_type = "fusion-dual-encoder"
     sub_configs = {"vision_config": AutoConfig, "text_config": AutoConfig}  # noqa: RUF012
     has_no_defaults_at_init = True
-    medium, projection = "image", "linear"
+    medium = "image"
+    projection = "linear"
 
     def __init__(
         self,
@@ -172,17 +173,28 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             if value != getattr(self, name):  # the class has the usual ones, which files do not name
                 setattr(self, name, value)
         self.projection_dim = projection_dim or min(256, 3 * text_width // 4)
-        self.logit_scale_init_value, self.logit_bias_init_value = logit_scale_init_value, logit_bias_init_value
-        self.vision_pooling, self.text_pooling = vision_pooling, text_pooling
-        self.vision_widths, self.vision_pooled_width = list(vision_widths), vision_pooled_width
+        self.logit_scale_init_value = logit_scale_init_value
+        self.logit_bias_init_value = logit_bias_init_value
+        self.vision_pooling = vision_pooling
+        self.text_pooling = text_pooling
+        self.vision_widths = list(vision_widths)
+        self.vision_pooled_width = vision_pooled_width
         self.text_width = text_width
-        self.fusion_layers, self.fusion_dim, self.fusion_heads = fusion_layers, fusion_dim, fusion_heads
+        self.fusion_layers = fusion_layers
+        self.fusion_dim = fusion_dim
+        self.fusion_heads = fusion_heads
         self.fusion_tokens_per_tap = fusion_tokens_per_tap
-        self.fusion_vision_taps, self.fusion_text_taps = list(fusion_vision_taps), list(fusion_text_taps)
-        self.token_head, self.caption_head, self.region_head = token_head or caption_head, caption_head, region_head
-        self.rerank_weights, self.freeze_batch_norm = rerank_weights, freeze_batch_norm
-        self.dual_encoder_type, self.text_padding = dual_encoder_type, text_padding
-        self.classifier_inputs, self.classifier_dropout = classifier_inputs, classifier_dropout
+        self.fusion_vision_taps = list(fusion_vision_taps)
+        self.fusion_text_taps = list(fusion_text_taps)
+        self.token_head = token_head or caption_head
+        self.caption_head = caption_head
+        self.region_head = region_head
+        self.rerank_weights = rerank_weights
+        self.freeze_batch_norm = freeze_batch_norm
+        self.dual_encoder_type = dual_encoder_type
+        self.text_padding = text_padding
+        self.classifier_inputs = classifier_inputs
+        self.classifier_dropout = classifier_dropout
         super().__init__(**kwargs)
 
 
@@ -319,9 +331,11 @@ def along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
         return hidden.unflatten(2, (config.spec_size // config.num_mel_bins, -1)).transpose(2, 3).flatten(3)
     if hidden.dim() == 4:  # of a spectrogram `[frames, mel]`
         return hidden.transpose(2, 3)
-    patch, places = getattr(config, "patch_size", None) or getattr(config, "tubelet_size", (0,))[-1], 1
+    patch = getattr(config, "patch_size", None) or getattr(config, "tubelet_size", (0,))[-1]
+    places = 1
     if hasattr(config, "frequency_stride"):  # AST, with two special tokens
-        hidden, places = hidden[:, 2:], (config.num_mel_bins - patch) // config.frequency_stride + 1
+        hidden = hidden[:, 2:]
+        places = (config.num_mel_bins - patch) // config.frequency_stride + 1
     elif medium == "clip":
         places = math.prod(side // patch for side in input_shape(tower)[2:])
     steps = hidden.shape[1] // places
@@ -343,14 +357,18 @@ class FramesTower(nn.Module):
 
     def __init__(self, backbone: PreTrainedModel, pooling: str, width: int):
         super().__init__()
-        self.backbone, self.pooling, self.config = backbone, pooling, backbone.config
+        self.backbone = backbone
+        self.pooling = pooling
+        self.config = backbone.config
         self.mix = nn.Linear(3 * width, width)
+        # Heads of 64 channels, as far as they divide the width
         shape = (width, math.gcd(width, max(1, width // 64)), 2 * width, 0.0, "gelu", 1e-5, True, True)
         layers = [nn.TransformerEncoderLayer(*shape) for _ in range(2)]
-        last = (self.mix, *(part for layer in layers for part in (layer.self_attn.out_proj, layer.linear2)))
-        for parameter in itertools.chain(*(part.parameters() for part in last)):
-            nn.init.zeros_(parameter)
         self.layers = nn.Sequential(*layers)
+        for part in (self.mix, *self.layers.modules()):
+            if isinstance(part, nn.Linear) and part.out_features == width:  # what is added to the frames
+                nn.init.zeros_(part.weight)
+                nn.init.zeros_(part.bias)
 
     def forward(self, pixel_values: Tensor, output_hidden_states: bool = False, **_: Any) -> ModelOutput:
         """Read clips `[B, T, 3, H, W]`; the hidden states are the backbone's, `[B, C, places, T]`, and a last `[B, C, 1, T]`."""
@@ -365,8 +383,10 @@ class FramesTower(nn.Module):
 
     def look_over_time(self, frames: Tensor) -> Tensor:
         """`[B, T, C]` -> `[B, T, C]`."""
-        change, steps = frames.diff(dim=1), frames.shape[1]
+        change = frames.diff(dim=1)
+        steps = frames.shape[1]
         at = (torch.arange(steps, device=frames.device)[:, None] + 0.5) / steps
+        # Where in the clip a frame is: 16 cosines, of 0 to 15 half waves, again and again over the channels
         waves = (math.pi * at * (torch.arange(frames.shape[2], device=frames.device) % 16)).cos().to(frames)
         told = [F.pad(change, (0, 0, 1, 0)), F.pad(change, (0, 0, 0, 1)), waves.expand_as(frames)]
         return self.layers(frames + self.mix(torch.cat(told, -1)))
@@ -404,7 +424,8 @@ class ResidualProjection(nn.Linear):
 
     def __init__(self, width: int, dim: int, dropout: float):
         super().__init__(width, dim, bias=False)
-        self.hidden, self.output = nn.Linear(width, PROJECTION_HIDDEN), nn.Linear(PROJECTION_HIDDEN, dim, bias=False)
+        self.hidden = nn.Linear(width, PROJECTION_HIDDEN)
+        self.output = nn.Linear(PROJECTION_HIDDEN, dim, bias=False)
         self.dropouts = nn.ModuleList([nn.Dropout(dropout), nn.Dropout(0.3)])
         self.register_buffer("center", torch.zeros(width))
 
@@ -451,7 +472,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         has_texts = config.text_config is not None
         self.text_model: Any = _made(config.text_config) if has_texts and text_model is None else text_model
         configs = {name: tower.config for name, tower in self.towers.items()}
-        self.config.vision_config, self.config.text_config = configs["vision"], configs.get("text")
+        self.config.vision_config = configs["vision"]
+        self.config.text_config = configs.get("text")
         self.visual_projection = _projection(config, "vision", config.vision_pooled_width)
         self.text_projection: Any = _projection(config, "text", config.text_width) if has_texts else None
         self.logit_scale = nn.Parameter(torch.tensor(config.logit_scale_init_value))
@@ -543,7 +565,8 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def add_logit_bias(self) -> None:
         """Add a bias of -10 and set the scale to 10, as SigLIP starts (arXiv 2303.15343)."""
-        self.config.logit_scale_init_value, self.config.logit_bias_init_value = math.log(10), -10.0
+        self.config.logit_scale_init_value = math.log(10)
+        self.config.logit_bias_init_value = -10.0
         self.logit_scale.data.fill_(self.config.logit_scale_init_value)
         self.logit_bias = nn.Parameter(torch.full_like(self.logit_scale, self.config.logit_bias_init_value))
 
@@ -554,7 +577,8 @@ class FusionDualEncoderModel(PreTrainedModel):
     def add_token_head(self, captions: bool) -> None:
         """Add a head that predicts words and, with `captions`, the adapter to write captions."""
         words: Any = self.text_model.get_input_embeddings()
-        dim, width = self.config.fusion_dim, words.embedding_dim
+        dim = self.config.fusion_dim
+        width = words.embedding_dim
         if self.token_head is None:
             self.token_head = TokenHead(dim, width, words.num_embeddings).to(words.weight)
             self.token_head.apply(self._init_weights)
@@ -565,7 +589,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         if captions and self.caption_adapter is None:
             self.caption_adapter = CaptionAdapter(width, dim).to(words.weight)
             self.caption_adapter.apply(self._init_weights)
-        self.config.token_head, self.config.caption_head = True, captions or self.config.caption_head
+        self.config.token_head = True
+        self.config.caption_head = captions or self.config.caption_head
 
     def add_region_head(self) -> None:
         """Add a head that embeds boxes, if there is none; ValueError if the model has no fusion head, whose taps it reads."""
@@ -595,8 +620,11 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def vision_features(self, pixel_values: Tensor, with_taps: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the pooled output `[B, C]` of the vision backbone, and the pooled taps."""
-        head, tower, config = self.fusion if with_taps else None, self.vision_model, self.config
-        name, medium = input_name(tower), config.medium
+        head = self.fusion if with_taps else None
+        tower = self.vision_model
+        config = self.config
+        name = input_name(tower)
+        medium = config.medium
         if medium == "sound" and name == "pixel_values":  # decibels, to about zero mean and unit variance
             pixel_values = (pixel_values + 35) / 33
         if pixel_values.dim() == 4:
@@ -855,7 +883,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Return the tower's input of an image, or of the frames of a clip, as evaluations make it."""
         images = processor.image_processor
         side = images.crop_size["height"]
-        mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (images.image_mean, images.image_std))
+        mean = torch.tensor(images.image_mean).view(-1, 1, 1) * 255
+        std = torch.tensor(images.image_std).view(-1, 1, 1) * 255
         if self.config.medium == "image":
             shown = center_square(open_picture(medium, side), side)
         else:
@@ -865,7 +894,8 @@ class FusionDualEncoderModel(PreTrainedModel):
 
     def _sound_input(self, sound: Any, processor: Any) -> Tensor:
         extractor = processor.feature_extractor
-        rate, seconds = extractor.sampling_rate, getattr(extractor, "window_seconds", None)
+        rate = extractor.sampling_rate
+        seconds = getattr(extractor, "window_seconds", None)
         samples = samples_of(sound, rate, seconds)
         return torch.from_numpy(sound_input(extractor, samples, round(seconds * rate) if seconds else len(samples)))
 
@@ -879,9 +909,14 @@ class FusionDualEncoderModel(PreTrainedModel):
         most = self.most_tokens(tokenizer)
         ids = token_ids(tokenizer, [text[: CHARACTERS_PER_TOKEN * most] for text in texts], most)
         length = max(1, *map(len, ids))
-        padded = [[*each, *[tokenizer.pad_token_id] * (length - len(each))] for each in ids]
-        mask = [[int(at < len(each)) for at in range(length)] for each in ids]
-        return tuple(torch.tensor(rows, device=self.logit_scale.device) for rows in (padded, mask))  # type: ignore[return-value]
+        padded = []
+        mask = []
+        for row in ids:
+            missing = length - len(row)
+            padded.append(row + [tokenizer.pad_token_id] * missing)
+            mask.append([1] * len(row) + [0] * missing)
+        device = self.logit_scale.device
+        return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
 
     def _check_texts(self) -> None:
         if self.text_model is None:
@@ -988,7 +1023,10 @@ class FusionDualEncoderForClassification(FusionDualEncoderModel):
         self.region_head = self.token_head = self.caption_adapter = None
         config = self.config
         config.text_config = config.text_padding = config.rerank_weights = None
-        config.fusion_layers, config.token_head, config.caption_head, config.region_head = 0, False, False, False
+        config.fusion_layers = 0
+        config.token_head = False
+        config.caption_head = False
+        config.region_head = False
 
     @torch.no_grad()
     def predict(self, media: Any, texts: Any = None, batch_size: int = 32) -> Tensor:

@@ -45,7 +45,8 @@ def load_tower(name: str, tower: str) -> tuple[PreTrainedModel, str]:
     if tower == "vision" and config.model_type in _SOUND_PARTS:
         part = _SOUND_PARTS[config.model_type]
     else:
-        config, part = getattr(config, f"{tower}_config", config), ""
+        config = getattr(config, f"{tower}_config", config)
+        part = ""
     if type(config) not in MODEL_MAPPING:
         raise ValueError(f"{flag}; AutoModel knows no {config.model_type}. Choose another backbone.")
     with explained(flag, name):

@@ -46,7 +46,8 @@ SAMPLE = 250_000  # of these, evenly spread, that it is learnt from: 10 s of CPU
 _TOKENIZER_VERSION = 1  # part of its key in the cache; raise it with every change of what is learnt
 ALPHABET = 1000  # letters of the vocabulary; rarer ones are unknown
 SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-SOUND_RATE, HOP = 16000, 400  # samples a second, and from frame to frame, of a spectrogram for a tower from scratch
+SOUND_RATE = 16000  # samples a second, of a spectrogram for a tower from scratch
+HOP = 400  # samples from frame to frame of it
 _COLOURS = ((0, 0, 0), (255, 255, 255), (200, 100, 50))
 
 
@@ -99,7 +100,8 @@ def _own_frames(args: ModelArguments) -> int | None:
 
 def load_processor_of(name: str, image_size: int | None = None) -> ProcessorMixin:
     """Load the processor of a saved model; images become squares as in `load_processor`, by default of its own size."""
-    what, of_sounds = f"the model is {name}", False
+    what = f"the model is {name}"
+    of_sounds = False
     with explained(f"the processor of {name} is missing or damaged", name):
         with suppress(OSError):  # of sounds or of images
             of_sounds = "sampling_rate" in SequenceFeatureExtractor.get_feature_extractor_dict(name)[0]
@@ -174,14 +176,15 @@ def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
 
     They are measured: classes rescale or not, by 1/255 or to [-1, 1], normalise or not, or twice, or reorder the colours.
     """
-    black, white, *colours = (_value_of(own, colour, what) for colour in _COLOURS)
-    scale = [high - low or 1.0 for low, high in zip(black, white, strict=True)]
-    measured = [0.0 - low / gain for low, gain in zip(black, scale, strict=True)], [1 / gain for gain in scale]
-    given = getattr(own, "image_mean", None) or [0.5] * 3, getattr(own, "image_std", None) or [0.5] * 3
+    values = np.array([_value_of(own, colour, what) for colour in _COLOURS])
+    scale = values[1] - values[0]  # from black to white
+    scale[scale == 0] = 1
+    measured = ((0 - values[0] / scale).tolist(), (1 / scale).tolist())
+    given = (getattr(own, "image_mean", None) or [0.5] * 3, getattr(own, "image_std", None) or [0.5] * 3)
     for mean, std in (given, measured):  # the given ones have no rounding
         with np.errstate(all="ignore"):
             expected = (np.array(_COLOURS) / 255 - mean) / std
-        if np.isfinite(expected).all() and np.allclose(expected, [black, white, *colours], atol=1e-3):
+        if np.isfinite(expected).all() and np.allclose(expected, values, atol=1e-3):
             return list(mean), list(std)
     raise ValueError(
         f"{what}; its {type(own).__name__}, with a mean of {given[0]} and a standard deviation of {given[1]}, does not make "
@@ -264,7 +267,8 @@ def cached_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedToke
 
 def train_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a lower-casing WordPiece tokenizer in BERT's format, for any script."""
-    captions, special = list(captions), list(SPECIAL_TOKENS.values())
+    captions = list(captions)
+    special = list(SPECIAL_TOKENS.values())
     trained = BertWordPieceTokenizer(strip_accents=False)
     alphabet, inner = _alphabet(trained, captions)
     # The trainer numbers inner letters in the random order of a hash map and breaks ties by number; named here, they
@@ -284,7 +288,8 @@ def train_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedToken
 
 def _alphabet(tokenizer: Any, captions: list[str]) -> tuple[list[str], list[str]]:
     """Return the most frequent letters, and those of them that occur inside words, as `##x`."""
-    normalize, words = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
+    normalize = tokenizer.normalizer.normalize_str
+    words = tokenizer.pre_tokenizer.pre_tokenize_str
     counts = Counter(itertools.chain.from_iterable(map(normalize, captions)))
     ranked = sorted((letter for letter in counts if letter != " "), key=lambda letter: (-counts[letter], letter))
     alphabet = sorted(ranked[:ALPHABET])

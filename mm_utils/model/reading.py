@@ -47,7 +47,8 @@ else:
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF") + (("AVIF",) if "avif" in features.modules else ()) + _HEIF
 # At the scale of decoding: 9000 x 9000 white pixels are a file of 10 kB and take 1.5 GB to decode.
 MOST_PIXELS = 40_000_000
-MOST_BYTES, MOST_MEDIUM_BYTES = 64 << 20, 512 << 20  # of an image file, and of a clip's or a sound's
+MOST_BYTES = 64 << 20  # of an image file
+MOST_MEDIUM_BYTES = 512 << 20  # of a clip's or a sound's
 _STRIP = 8  # ratio of sides
 _LARGE = 8_000_000  # pixels; resizing more in one step would take twelve bytes a pixel
 _SECONDS = 30  # to wait for an address
@@ -140,7 +141,8 @@ def decode(
         raise UnreadableError(text, "too_many_pixels")
     if header.format == "PNG":
         header.load()  # here, as reading the EXIF block of a PNG decodes it, and hides its damage
-    orientation, notes = _orientation_of(header), []
+    orientation = _orientation_of(header)
+    notes = []
     if getattr(header, "is_animated", False):
         notes.append("multi_page_first" if header.format in ("TIFF", "MPO") else "animated_first_frame")
     array = None
@@ -201,14 +203,16 @@ def _flatten(image: Image.Image, notes: list[str]) -> Image.Image:
 def _scale(image: Image.Image, notes: list[str]) -> Image.Image:
     """Scale grey values of more than 8 bits, which `convert` would clip to white."""
     values = np.asarray(image)
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     if not (math.isfinite(low) and math.isfinite(high)):
         raise UnreadableError("it holds values that are not finite")
     top = 1.0 if image.mode == "F" else 65535.0
     is_within = low >= 0 and high <= top
     notes.append("sixteen_bit_scaled" if is_within and image.mode != "F" else "float_scaled")
     if is_within:
-        low, high = 0.0, top
+        low = 0.0
+        high = top
     grey = (values.astype(np.float32) - np.float32(low)) * np.float32(255 / ((high - low) or 1)) + np.float32(0.5)
     return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
 
@@ -229,7 +233,8 @@ def centered(image: Image.Image, size: int) -> tuple[Image.Image, tuple[int, int
     width, height, left, top = center_of(*image.size, size)
     if max(width, height) <= _STRIP * size and image.width * image.height <= _LARGE:
         return image, (width, height, left, top)
-    across, down = image.width / width, image.height / height
+    across = image.width / width
+    down = image.height / height
     box = (left * across, top * down, (left + size) * across, (top + size) * down)
     return image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0), (size, size, 0, 0)
 
@@ -248,7 +253,8 @@ def resized(pixels: np.ndarray, width: int, height: int) -> Any:
 def center_of(width: int, height: int, size: int) -> tuple[int, int, int, int]:
     """Return the width and height to resize to, the shorter being `size`, and left and top of the central square."""
     shorter = min(width, height)
-    width, height = (max(size, int(size * side / shorter)) for side in (width, height))
+    width = max(size, int(size * width / shorter))
+    height = max(size, int(size * height / shorter))
     return width, height, (width - size) // 2, (height - size) // 2
 
 
@@ -272,7 +278,8 @@ _MAGIC = re.compile(  # AVIF and HEIF, which begin with ftyp, too, are pictures
 )
 _MOST_STREAMS = 64
 _MOST_DAMAGED = 0.02  # share of the packets of a stream that may fail, beside the first two
-_SEEK_FROM, _SEEK_BACK = 10.0, 1.0  # seconds: where seeking pays; decoders need a while to come to the right sound
+_SEEK_FROM = 10.0  # seconds: where seeking pays
+_SEEK_BACK = 1.0  # seconds: decoders need a while to come to the right sound
 
 
 def check_cut(start: float | None, end: float | None, seconds: float | None = None) -> None:
@@ -336,7 +343,8 @@ def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _best_stream(container: Any, medium: str) -> Any:
-    streams, name = container.streams, container.format.name
+    streams = container.streams
+    name = container.format.name
     if len(streams) > _MOST_STREAMS:
         raise UnreadableError(f"{len(streams):,} streams", "too_many_parts")
     if not streams.video and not streams.audio:
@@ -364,7 +372,8 @@ def _clock_zero(container: Any) -> float:
 
 def _declared_end(container: Any, stream: Any) -> float | None:
     """Return a stream's end on the file's clock by the header; None where it only guesses."""
-    name, zero = container.format.name, _clock_zero(container)
+    name = container.format.name
+    zero = _clock_zero(container)
     if name in ("mp3", "aac", "mpegts", "mpeg", "amr", "ac3", "eac3"):
         return None
     if stream.duration is not None and stream.time_base is not None:
@@ -381,7 +390,9 @@ def _decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Ite
     A file that breaks off ends there. Frames that end before `start`, in seconds, may be left out. A few damaged packets are
     skipped and noted as packets_skipped; more are medium_unreadable.
     """
-    zero, count, failed = _clock_zero(container), 0, 0
+    zero = _clock_zero(container)
+    count = 0
+    failed = 0
     if start >= _SEEK_FROM:
         try:
             container.seek(int(max(0.0, start + zero - _SEEK_BACK) * 1e6))
@@ -413,7 +424,8 @@ def _decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Ite
 # -- clips --------------------------------------------------------------------------------------------------------------
 
 CLIP_FPS = 4.0  # frames a second that are kept of clips, where nothing else is asked for
-_SAME_TIME, _HOUR = 1e-4, 3600.0  # seconds
+_SAME_TIME = 1e-4  # seconds
+_HOUR = 3600.0  # seconds
 _MOST_PIXELS_IN_ALL = 20_000_000_000  # of all frames of a clip: a minute of 4K
 
 
@@ -453,7 +465,9 @@ def read_frames(
         UnreadableError: if there is no such clip, for whatever reason; nothing else is raised, whatever the bytes.
     """
     check_cut(start, end)
-    begin, shown, yielded = start or 0.0, None, 0
+    begin = start or 0.0
+    shown = None
+    yielded = 0
     with _opened(content, "video") as (container, stream):
         said = _declared_end(container, stream)
         if (last := said if end is None else end) is not None:
@@ -485,7 +499,8 @@ def _video(container: Any, stream: Any, max_pixels: int, begin: float, notes: li
     """Yield the frames of a stream; raise too_many_pixels before memory is taken for more."""
     _check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels)
     rate = stream.average_rate or stream.guessed_rate or 25
-    pixels, last = 0, -1 / float(rate)
+    pixels = 0
+    last = -1 / float(rate)
     for stamp, frame in _decoded(container, stream, begin, notes):
         _check_pixels(frame.width, frame.height, max_pixels)
         pixels += frame.width * frame.height
@@ -493,7 +508,8 @@ def _video(container: Any, stream: Any, max_pixels: int, begin: float, notes: li
             raise UnreadableError(f"{pixels:,} in all frames", "too_many_pixels")
         time = last + 1 / float(rate) if stamp is None else stamp
         lasts = float(frame.duration * frame.time_base) if frame.duration else 1 / float(rate)
-        last, turns = time, 0
+        last = time
+        turns = 0
         if abs(frame.rotation) <= 360:  # a matrix of zeros turns by no angle
             turns = round(frame.rotation / 90) % 4
         if turns and "turned" not in notes:
@@ -535,7 +551,8 @@ def frames_of(clip: Any, count: int) -> list[Any]:
 
 # -- sounds -------------------------------------------------------------------------------------------------------------
 
-LEAST_RATE, MOST_RATE = 1_000, 384_000  # samples a second
+LEAST_RATE = 1_000  # samples a second
+MOST_RATE = 384_000
 _MOST_CHANNELS = 64
 _SILENT = 3 / 32768  # the noise of rounding and dither
 _SURPLUS = 0.1  # seconds
@@ -569,7 +586,8 @@ def read_sound(
     if plain is not None:
         whole, own = plain
         check_cut(start, end, len(whole) / own)
-        first, last = round((start or 0.0) * own), len(whole) if end is None else min(len(whole), round(end * own))
+        first = round((start or 0.0) * own)
+        last = len(whole) if end is None else min(len(whole), round(end * own))
         _check_length((last - first) / own, max_seconds)
         samples = _floats(whole[first:last]).mean(axis=1)
     elif codecs:
@@ -647,10 +665,15 @@ def _read_stream(
     content: bytes, start: float | None, end: float | None, most: float, notes: list[str]
 ) -> tuple[np.ndarray, int]:
     """Decode the best stream of sound of a file and put it on the clock: float32 `[n]`, and its rate."""
-    begin, pieces, count, rate = start or 0.0, [np.empty(0, np.float32)], 0, 0
-    longest, limit = most + TOLERANCE if end is None else end - begin, 0
+    begin = start or 0.0
+    pieces = [np.empty(0, np.float32)]
+    count = 0
+    rate = 0
+    longest = most + TOLERANCE if end is None else end - begin
+    limit = 0
     with _opened(content, "audio") as (container, stream):
-        said, is_flac = _declared_end(container, stream), container.format.name == "flac"
+        said = _declared_end(container, stream)
+        is_flac = container.format.name == "flac"
         if said is not None and end is None:
             _check_length(said - begin, most)
         for time, frame in _decoded(container, stream, begin, notes):
@@ -685,14 +708,16 @@ def _read_stream(
 
 def _mono(frame: Any) -> np.ndarray:
     """Return the mean of the channels of a frame of PyAV, float32 `[n]`."""
-    channels, values = len(frame.layout.channels), _floats(frame.to_ndarray())
+    channels = len(frame.layout.channels)
+    values = _floats(frame.to_ndarray())
     return values.mean(axis=0) if len(values) == channels else values.reshape(-1, channels).mean(axis=1)
 
 
 def samples_of(sound: Any, rate: int, seconds: float | None = None) -> np.ndarray:
     """Return the samples `[n]` of a sound, (samples in [-1, 1], their rate) or a path, at a rate; of its middle `seconds`: int16."""
     if isinstance(sound, tuple):
-        samples, own = np.asarray(sound[0]), sound[1]
+        samples = np.asarray(sound[0])
+        own = sound[1]
         if samples.ndim != 1 or samples.dtype.kind != "f":  # filled up to the window, a second dimension is huge
             shape = f"{samples.dtype} {list(samples.shape)}"
             raise ValueError(
@@ -737,7 +762,7 @@ def token_ids(tokenizer: Any, texts: Sequence[str], most: int) -> list[list[int]
     special = set(tokenizer.all_special_ids)
     if tokenizer.unk_token not in others:
         special.discard(tokenizer.unk_token_id)
-    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
-    return [
-        [token for token, is_added in zip(*pair, strict=True) if is_added or token not in special] for pair in pairs
-    ]
+    rows = []
+    for ids, added in zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True):
+        rows.append([token for token, is_added in zip(ids, added, strict=True) if is_added or token not in special])
+    return rows

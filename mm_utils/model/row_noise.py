@@ -30,6 +30,7 @@ def gumbel_noise(rows: Tensor, columns: Tensor, key: int) -> Tensor:
 
 def _mix(bits: Tensor) -> Tensor:
     """Scramble int64 values by splitmix64's finaliser; shifts ignore the sign."""
+    # 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB, less 2^64, as int64 has a sign
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return bits ^ ((bits >> 31) & ((1 << 33) - 1))
@@ -43,7 +44,8 @@ class RowDropout(nn.Module):
 
     def __init__(self, p: float, place: int = 1):
         super().__init__()
-        self.p, self.place = p, place
+        self.p = p
+        self.place = place
         # int64 `[n]`, of the rows of the next input; None draws from torch's random numbers
         self.keys: Tensor | None = None
 

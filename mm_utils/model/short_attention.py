@@ -34,11 +34,14 @@ def attention(
     """Return what transformers' own does, `[B, L, H, D]`, of queries, keys and values `[B, H, L, D]`."""
     if not suits(query, key, value, attention_mask, named):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-    causal, scale = named.get("is_causal"), named.get("scaling")
+    causal = named.get("is_causal")
+    scale = named.get("scaling")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     causal = bool(causal) and attention_mask is None
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    query = query.transpose(1, 2)
+    key = key.transpose(1, 2)
+    value = value.transpose(1, 2)
     return ShortAttention.apply(query, key, value, attention_mask, causal, scale), None
 
 
@@ -66,19 +69,24 @@ class ShortAttention(torch.autograd.Function):
     ) -> Tensor:
         """Attend; the inputs are kept, the weights are not."""
         batch, length = query.shape[:2]
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        query = query.contiguous()
+        key = key.contiguous()
+        value = value.contiguous()
         mask = None if mask is None else mask.expand(batch, 1, length, length)
         out = torch.empty_like(query)
         _launch(_forward_kernel, (query, key, value, out), mask, causal, scale)
         ctx.save_for_backward(query, key, value, mask)
-        ctx.causal, ctx.scale = causal, scale
+        ctx.causal = causal
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the weights again, and from them three gradients."""
         query, key, value, mask = ctx.saved_tensors
-        of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        of_query = torch.empty_like(query)
+        of_key = torch.empty_like(key)
+        of_value = torch.empty_like(value)
         given = (query, key, value, grad.contiguous(), of_query, of_key, of_value)
         _launch(_backward_kernel, given, mask, ctx.causal, ctx.scale)
         return of_query, of_key, of_value, None, None, None
@@ -101,8 +109,10 @@ if triton is not None:
     @triton.jit
     def _places(length, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
         """The program's part of a tensor `[B, L, H, D]`, and which of its rows there are."""
-        batch, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
-        rows, columns = tl.arange(0, BLOCK), tl.arange(0, DIM)
+        batch = (tl.program_id(0) // HEADS).to(tl.int64)
+        head = tl.program_id(0) % HEADS
+        rows = tl.arange(0, BLOCK)
+        columns = tl.arange(0, DIM)
         places = batch * length * HEADS * DIM + head * DIM + rows[:, None] * HEADS * DIM + columns[None, :]
         return places, rows[:, None] < length
 

@@ -30,7 +30,8 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
         with explained(f"the tokenizer of {name} is missing or damaged", name):
             tokenizer = complete(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
         length = min(config.text_config.max_position_embeddings, tokenizer.model_max_length)
-        side, pad = tokenizer.padding_side, tokenizer.pad_token_id
+        side = tokenizer.padding_side
+        pad = tokenizer.pad_token_id
         fields["text_padding"] = {"length": length, "side": side, "pad_token_id": pad}
     with explained(f"{name} holds no model", name):
         options = {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
@@ -41,7 +42,9 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
             "another model."
         )
     check_weights(name, stock)
-    kind, bias, text_config = stock.config.model_type, getattr(stock, "logit_bias", None), stock.config.text_config
+    kind = stock.config.model_type
+    bias = getattr(stock, "logit_bias", None)
+    text_config = stock.config.text_config
     width = getattr(stock.config, "projection_dim", None) or getattr(text_config, "projection_size", None)
     taken = {
         "dual_encoder_type": kind,
@@ -52,9 +55,11 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
     }
     if kind == "clap":  # it has a batch norm, and a rank's batch is not the global batch
         taken |= {"medium": "sound", "freeze_batch_norm": True}
-        tower, scale = stock.audio_model, (stock.logit_scale_a + stock.logit_scale_t) / 2
+        tower = stock.audio_model
+        scale = (stock.logit_scale_a + stock.logit_scale_t) / 2
     else:
-        tower, scale = stock.vision_model, stock.logit_scale
+        tower = stock.vision_model
+        scale = stock.logit_scale
     model = join_backbones(tower, stock.text_model, **{**taken, **fields})
     if kind != "siglip":
         model.text_projection = stock.text_projection
@@ -98,7 +103,8 @@ def to_dual_encoder(model: FusionDualEncoderModel) -> PreTrainedModel:
     Raises:
         ValueError: if the stock class cannot express this model, with the reason.
     """
-    kind, weights = model.config.dual_encoder_type, dict(model.state_dict())
+    kind = model.config.dual_encoder_type
+    weights = dict(model.state_dict())
     if model.config.projection != "linear":
         raise ValueError(
             f"the stock class has linear projections, and this model --projection {model.config.projection}"
@@ -151,17 +157,20 @@ def _mean_as_layer(model: FusionDualEncoderModel) -> dict[str, Tensor]:
     stays where tanh is linear, and U transposed undoes U. The result is P mean up to its length, which the embedding
     does not keep: equal within 1e-5 in fp32.
     """
-    width, embed = model.config.text_width, model.config.projection_dim
+    width = model.config.text_width
+    embed = model.config.projection_dim
     if embed >= width:
         raise ValueError("the stock class needs a projection narrower than the text tower, to pool by the mean")
-    loud, quiet = 1e3, 1e-3
+    loud = 1e3
+    quiet = 1e-3
     trained: Any = model.text_projection.weight
     projection = trained.double()
     zero_sum = torch.eye(width, dtype=torch.double, device=projection.device) - 1 / width
     isometry = torch.linalg.qr(zero_sum[:, :embed])[0]  # columns: orthonormal, each summing to zero
     eye = torch.eye(width)
     encoder: Any = model.text_model.encoder
-    depth, before = len(encoder.layer), encoder.layer[-1].state_dict()
+    depth = len(encoder.layer)
+    before = encoder.layer[-1].state_dict()
     last = {
         "attention.self.value.weight": loud * eye,
         "attention.output.dense.weight": loud * isometry @ projection,

@@ -133,12 +133,14 @@ def test_saved_with_every_head_and_loaded_bit_for_bit(family: str, made: Made, t
     for tower in ("vision_model", "text_model"):
         attention = [getattr(each, tower).config._attn_implementation for each in (model, again)]
         assert attention[0] == attention[1]
-    ours, theirs = model.state_dict(), again.state_dict()
+    ours = model.state_dict()
+    theirs = again.state_dict()
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert value.dtype == theirs[name].dtype, name
         assert torch.equal(value, theirs[name]), name
-    expected, actual = outputs(model, batch), outputs(again, batch)
+    expected = outputs(model, batch)
+    actual = outputs(again, batch)
     for name, value in expected.items():
         assert torch.isfinite(value).all(), name
         assert value.std(0).max() > 1e-6, f"{name} does not depend on its input; the test would be vacuous"
@@ -153,7 +155,8 @@ def test_saved_with_every_head_and_loaded_bit_for_bit(family: str, made: Made, t
 def test_other_rows_and_their_padding_change_nothing(family: str, made: Made) -> None:
     model, batch = made(family)
     tolerance = 1e-4 if "mobilenet" in family else 1e-5  # its convolutions round by the number of rows
-    together, alone = outputs(model, batch), []
+    together = outputs(model, batch)
+    alone = []
     for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
         own = {name: batch[name][row : row + 1, :length] for name in ("input_ids", "attention_mask")}
         alone.append(outputs(model, {**own, "pixel_values": batch["pixel_values"][row : row + 1]}))
@@ -202,7 +205,8 @@ def test_a_frozen_tower_rests_and_all_else_is_trained(frozen: str, family: str, 
     model, batch = made(family)
     model.freeze(frozen)
     model.train()
-    still, moving = image_backbone(model.vision_model), model.text_model
+    still = image_backbone(model.vision_model)
+    moving = model.text_model
     if frozen == "text":
         still, moving = moving, still
     before = copy.deepcopy(still.state_dict())
@@ -229,7 +233,8 @@ def test_a_start_computes_what_its_class_does_and_is_written_as_that_class(
     kind: str, start: Callable[[str], str], tmp_path: Path
 ) -> None:
     """Alone, padded, in groups of a length as training embeds captions; trained, saved, and as a start again."""
-    folder, right = start(kind), stock_logits(start(kind))
+    folder = start(kind)
+    right = stock_logits(start(kind))
     processor: Any = load_processor_of(folder)
     model = build_model(ModelArguments(model_name_or_path=folder, fusion_layers=1), processor.tokenizer).eval()
     assert model.logit_scale.item() == pytest.approx(2.0)
@@ -251,7 +256,8 @@ def test_a_start_computes_what_its_class_does_and_is_written_as_that_class(
             parameter.mul_(1.01)
     model.save_pretrained(tmp_path / "run")
     processor.save_pretrained(tmp_path / "run")
-    again, trained = load_model(str(tmp_path / "run")), our_logits(model, folder)
+    again = load_model(str(tmp_path / "run"))
+    trained = our_logits(model, folder)
     close(our_logits(again, tmp_path / "run"), trained)
     stock = to_dual_encoder(again)
     stock.save_pretrained(tmp_path / "stock")
@@ -274,7 +280,8 @@ SOUNDS = [  # noise of a third of CLAP's window, of most of it, and of all
 @torch.no_grad()
 def stock_embeds(folder: str) -> tuple[Tensor, Tensor]:
     """The unit embeddings of sounds and texts by the stock class, with the folder's own processor."""
-    stock, processor = AutoModel.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    stock = AutoModel.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
     words = processor.tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")
     heard = [processor.feature_extractor(each, sampling_rate=RATE, return_tensors="pt") for each in SOUNDS]
     features = torch.cat([each["input_features"] for each in heard])
@@ -287,10 +294,12 @@ def stock_embeds(folder: str) -> tuple[Tensor, Tensor]:
 def test_a_clap_computes_what_its_class_does_and_is_written_as_that_class(
     kind: str, start: Callable[[str], str], tmp_path: Path
 ) -> None:
-    folder, given = start(kind), {"sounds": [(each, RATE) for each in SOUNDS], "texts": TEXTS}
+    folder = start(kind)
+    given = {"sounds": [(each, RATE) for each in SOUNDS], "texts": TEXTS}
     processor: Any = load_processor_of(folder)
     model = build_model(ModelArguments(model_name_or_path=folder), processor.tokenizer, medium="sound").eval()
-    model.processor, right = processor, stock_embeds(folder)
+    model.processor = processor
+    right = stock_embeds(folder)
     assert model.logit_scale.item() == pytest.approx(2.5)  # the mean of two
     assert min(each.std(0).mean() for each in right) > 0.01
     torch.testing.assert_close(model.encode(**given), right, rtol=0, atol=1e-5)
@@ -365,7 +374,8 @@ def test_a_whole_model_at_another_size_opens_with_stock_tools(
     """Against the stock class at that size, which interpolates in every forward."""
     args = ModelArguments(model_name_or_path=start(kind), image_size=SIZE, fusion_layers=1)
     processor: Any = load_processor(args, [])
-    model, before = build_model(args, processor.tokenizer).eval(), AutoModel.from_pretrained(start(kind)).eval()
+    model = build_model(args, processor.tokenizer).eval()
+    before = AutoModel.from_pretrained(start(kind)).eval()
     shown = [Image.fromarray(each) for each in np.random.default_rng(0).integers(0, 256, (3, SIZE, SIZE, 3), np.uint8)]
     given: Any = {**processor(images=shown, return_tensors="pt"), "interpolate_pos_encoding": True}
     inputs = processor(text=TEXTS, images=shown, padding=True, return_tensors="pt")
@@ -374,12 +384,14 @@ def test_a_whole_model_at_another_size_opens_with_stock_tools(
         torch.testing.assert_close(model.encode_image(inputs["pixel_values"])[0], right, rtol=0, atol=1e-5)
         model.save_pretrained(tmp_path / "run")
         processor.save_pretrained(tmp_path / "run")
-        again, its = load_model(str(tmp_path / "run")).eval(), load_processor_of(str(tmp_path / "run"))
+        again = load_model(str(tmp_path / "run")).eval()
+        its = load_processor_of(str(tmp_path / "run"))
         assert image_geometry(its)[0] == SIZE
         stock = to_dual_encoder(again)
         stock.save_pretrained(tmp_path / "stock")
         stock_processor(its, stock.config).save_pretrained(tmp_path / "stock")
-        stock, whole = AutoModel.from_pretrained(tmp_path / "stock"), AutoProcessor.from_pretrained(tmp_path / "stock")
+        stock = AutoModel.from_pretrained(tmp_path / "stock")
+        whole = AutoProcessor.from_pretrained(tmp_path / "stock")
         padding: Any = {"padding": "max_length", "max_length": 64} if "siglip" in kind else {"padding": True}
         words = whole.tokenizer(TEXTS, return_tensors="pt", **padding)
         theirs = stock.eval()(**words, **whole.image_processor(shown, return_tensors="pt")).logits_per_image

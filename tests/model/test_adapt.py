@@ -61,7 +61,8 @@ def test_adapters_of_the_towers_that_are_not_frozen_are_trained_and_start_withou
 
 
 def test_a_checkpoint_holds_the_merged_model_and_its_adapters(tmp_path: Path) -> None:
-    model, again = tiny(), tiny()
+    model = tiny()
+    again = tiny()
     for each in (model, again):
         add_adapters(each, 2)
     stirred(model).save_pretrained(tmp_path, state_dict=merged(model.state_dict()))
@@ -134,9 +135,11 @@ def test_dropout_of_backbones_is_switched_off_and_stays_in_their_configs(
 # -- dropout by row -----------------------------------------------------------------------------------------------------
 def test_masks_follow_the_row_and_the_step_and_not_the_batch() -> None:
     ids = torch.tensor([[3, 1], [7, 2], [9, 2], [3, 2], [5, 5], [7, 1]])
-    keys, other_step = row_keys(ids, 10), row_keys(ids, 11)
+    keys = row_keys(ids, 10)
+    other_step = row_keys(ids, 11)
     assert len({*keys.tolist(), *other_step.tolist()}) == 12
-    layer, values = RowDropout(0.4), torch.arange(1.0, 1 + 6 * 20 * 4, 4).view(6, 20)
+    layer = RowDropout(0.4)
+    values = torch.arange(1.0, 1 + 6 * 20 * 4, 4).view(6, 20)
 
     def drawn(keys: torch.Tensor | None, rows: slice = slice(None)) -> torch.Tensor:
         set_row_keys(layer, None if keys is None else keys[rows])
@@ -162,13 +165,12 @@ def test_groups_give_the_embeddings_and_gradients_of_the_whole(kind: str, monkey
     monkeypatch.setitem(PASS_TOKENS, "cpu", 2)
     batch = global_batch()
     order = torch.tensor(batch["lengths"]).argsort(descending=True, stable=True)
-    batch = {
-        name: [value[place] for place in order] if isinstance(value, list) else value[order]
-        for name, value in batch.items()
-    }
+    batch["lengths"] = [batch["lengths"][place] for place in order]
+    batch |= {name: value[order] for name, value in batch.items() if isinstance(value, torch.Tensor)}
     found = []
     for grouped in (True, False):
-        objective, widths = tiny_objective(kind), []
+        objective = tiny_objective(kind)
+        widths = []
         objective.groups_texts = grouped
         objective.model.text_model.register_forward_hook(
             lambda module, given, out, widths=widths: widths.append(tuple(out.last_hidden_state.shape[:2]))
@@ -189,6 +191,7 @@ def test_the_start_of_wise_ft_has_merged_adapters_under_the_names_of_a_saved_mod
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             nn.init.normal_(parameter, std=0.3)
-    start, right = weights_of_start(model), merged(model.state_dict())
+    start = weights_of_start(model)
+    right = merged(model.state_dict())
     assert names <= start.keys()
     assert all(torch.equal(start[name], right[name]) for name in names)

@@ -66,7 +66,8 @@ from tests.kit.media_files import animation
 from tests.kit.models import IMAGE, TOWER, TOWERS
 from tests.kit.stock_folders import chinese_tokenizer, noise, write_clap, write_stock
 
-MEAN, STD = [0.1, 0.2, 0.3], [0.9, 0.8, 0.7]
+MEAN = [0.1, 0.2, 0.3]
+STD = [0.9, 0.8, 0.7]
 NO_TOKENIZER: Any = None
 
 
@@ -101,7 +102,8 @@ def bert(vocabulary: int) -> Any:
 
 
 def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    ours, theirs = one.state_dict(), other.state_dict()
+    ours = one.state_dict()
+    theirs = other.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name].to(value.dtype)) for name, value in ours.items())
 
@@ -118,7 +120,8 @@ def test_the_default_is_small_and_fits_its_tokenizer() -> None:
 def test_pretrained_backbones_keep_their_weights_and_their_normalisation(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    vision, text = str(tmp_path / "vision"), str(tmp_path / "text")
+    vision = str(tmp_path / "vision")
+    text = str(tmp_path / "text")
     ViTModel(ViTConfig(**TOWER, **IMAGE)).save_pretrained(vision)
     ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=MEAN, image_std=STD).save_pretrained(vision)
     bert(len(tokenizer)).half().save_pretrained(text)
@@ -145,11 +148,13 @@ def test_added_tokens_are_one_token_each_and_travel_with_the_model(
         fields["model_name_or_path"] = write_stock(tmp_path / start, start)
     before, _ = build(**fields)
     model, processor = build(**fields, add_tokens="<en>, <de>")
-    own, rows = processor.tokenizer, model.text_model.get_input_embeddings().weight
+    own = processor.tokenizer
+    rows = model.text_model.get_input_embeddings().weight
     assert len(rows) == len(own) == model.config.text_config.vocab_size
-    text, *tagged = encode_captions(own, ["a circle", "<en> a circle", "<de> a circle", "<fr> a circle"], 64)
     new = own.convert_tokens_to_ids(["<en>", "<de>"])
-    assert [[token for token in ids if token in new] for ids in (text, *tagged)] == [[], new[:1], new[1:], []]
+    tagged = encode_captions(own, ["a circle", "<en> a circle", "<de> a circle", "<fr> a circle"], 64)
+    for ids, expected in zip(tagged, ([], new[:1], new[1:], []), strict=True):
+        assert [token for token in ids if token in new] == expected
     if start != "scratch":
         known = before.text_model.get_input_embeddings().weight
         assert torch.equal(rows[: len(known)], known)
@@ -157,12 +162,13 @@ def test_added_tokens_are_one_token_each_and_travel_with_the_model(
     model.save_pretrained(tmp_path / "saved")
     for again in ({}, {"add_tokens": "<en>,<de>"}):  # which has them already
         loaded, other = build(model_name_or_path=str(tmp_path / "saved"), **again)
-        assert encode_captions(other.tokenizer, ["<de> a circle"], 64) == [tagged[1]]
+        assert encode_captions(other.tokenizer, ["<de> a circle"], 64) == [tagged[2]]
         assert torch.equal(loaded.text_model.get_input_embeddings().weight, rows)
 
 
 def test_towers_of_two_tower_checkpoints_are_loaded(tmp_path: Path) -> None:
-    clip, siglip = write_stock(tmp_path / "clip", "clip"), str(tmp_path / "siglip")
+    clip = write_stock(tmp_path / "clip", "clip")
+    siglip = str(tmp_path / "siglip")
     AutoImageProcessor.from_pretrained(clip).save_pretrained(clip)
     whole = CLIPModel.from_pretrained(clip)
     model, processor = build(vision_model_name_or_path=clip, text_model_name_or_path=clip)
@@ -180,10 +186,11 @@ def test_towers_of_two_tower_checkpoints_are_loaded(tmp_path: Path) -> None:
 
 def test_backbones_that_draw_or_mix_rows_are_refused() -> None:
     """ViT-MAE hides patches; Pixtral returns all images as one row; FNet mixes the tokens of padding into the text."""
-    vit, mae, pixtral = (
-        AutoModel.from_config(AutoConfig.for_model(kind, **TOWER, **IMAGE)) for kind in ("vit", "vit_mae", "pixtral")
-    )
-    fnet, drawing = AutoModel.from_config(AutoConfig.for_model("fnet", **TOWER, vocab_size=50)), bert(50)
+    vit = AutoModel.from_config(AutoConfig.for_model("vit", **TOWER, **IMAGE))
+    mae = AutoModel.from_config(AutoConfig.for_model("vit_mae", **TOWER, **IMAGE))
+    pixtral = AutoModel.from_config(AutoConfig.for_model("pixtral", **TOWER, **IMAGE))
+    fnet = AutoModel.from_config(AutoConfig.for_model("fnet", **TOWER, vocab_size=50))
+    drawing = bert(50)
     drawing.get_input_embeddings().register_forward_hook(lambda *given: given[2] * torch.rand_like(given[2]))
     for vision, text, message in (
         (
@@ -203,7 +210,9 @@ def test_a_pooler_without_weights_is_not_used_and_other_missing_weights_are_name
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     """ALBERT's pooler is not of BERT's kind, which would be passed over with or without weights."""
-    vit, bare, full = (str(tmp_path / name) for name in ("vit", "bare", "full"))
+    vit = str(tmp_path / "vit")
+    bare = str(tmp_path / "bare")
+    full = str(tmp_path / "full")
     ViTModel(ViTConfig(**TOWER, **IMAGE), add_pooling_layer=False).save_pretrained(vit)
     for frozen in (False, True):
         args = ModelArguments(vision_model_name_or_path=vit, freeze_vision=frozen)
@@ -226,7 +235,8 @@ def test_a_pooler_without_weights_is_not_used_and_other_missing_weights_are_name
 
 
 def test_a_timm_backbone_keeps_its_size_and_normalisation(tmp_path: Path) -> None:
-    timm, architecture = pytest.importorskip("timm"), "test_convnext"
+    timm = pytest.importorskip("timm")
+    architecture = "test_convnext"
     own = timm.get_pretrained_cfg(architecture).to_dict() | {"mean": MEAN, "std": STD}
     backbone = TimmWrapperModel(TimmWrapperConfig(architecture=architecture, pretrained_cfg=own)).eval()
     backbone.save_pretrained(tmp_path / "timm")
@@ -252,7 +262,8 @@ PROCESSORS = {
 
 
 def test_the_saved_processor_does_what_center_square_does() -> None:
-    generator, images = np.random.default_rng(0), processors._image_processor(ModelArguments(image_size=64))
+    generator = np.random.default_rng(0)
+    images = processors._image_processor(ModelArguments(image_size=64))
     for size in SIZES:
         coarse = Image.fromarray(generator.integers(0, 256, (5, 5, 3), dtype=np.uint8))
         image = coarse.resize(size, Image.Resampling.BICUBIC)
@@ -265,9 +276,8 @@ def test_colours_get_the_values_that_the_backbone_wants(own: Any) -> None:
     ours = processors._center_square_processor(own)
     for colour in ((200, 100, 50), (0, 255, 7)):
         image = Image.new("RGB", (300, 300), colour)
-        expected, found = (
-            each(image, return_tensors="pt")["pixel_values"][0, :, 100, 100].float() for each in (own, ours)
-        )
+        expected = own(image, return_tensors="pt")["pixel_values"][0, :, 100, 100].float()
+        found = ours(image, return_tensors="pt")["pixel_values"][0, :, 100, 100].float()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -422,18 +432,22 @@ def test_layers_over_frames_are_trained_unless_the_tower_is_stored(cached: bool,
 def test_a_clip_reads_longer_captions_by_stretched_positions(tiny_flags: list[str], tmp_path: Path) -> None:
     """Texts of up to 20 tokens are embedded as before; saved, resumed and opened by the stock class."""
     name = write_stock(tmp_path / "clip", "clip")
-    plain, model = (build_model(ModelArguments(model_name_or_path=name), NO_TOKENIZER).eval() for _ in range(2))
+    plain = build_model(ModelArguments(model_name_or_path=name), NO_TOKENIZER).eval()
+    model = build_model(ModelArguments(model_name_or_path=name), NO_TOKENIZER).eval()
     fit_positions(model, 248)
     ids = torch.randint(3, 30, (2, 248))
     mask = torch.ones_like(ids)
     with torch.no_grad():
         for length, equal in ((77, False), (20, True)):
             ids[:, length - 1] = model.config.text_config.eos_token_id
-            found, right = (each.encode_text(ids[:, :length], mask[:, :length])[0] for each in (model, plain))
+            found = model.encode_text(ids[:, :length], mask[:, :length])[0]
+            right = plain.encode_text(ids[:, :length], mask[:, :length])[0]
             assert torch.allclose(found, right, atol=1e-6) == equal
         assert model.encode_text(ids, mask)[0].shape == (2, 24)
-    table, before = (each.get_submodule("text_model").state_dict() for each in (model, plain))
-    rows, old = (each["embeddings.position_embedding.weight"] for each in (table, before))
+    table = model.get_submodule("text_model").state_dict()
+    before = plain.get_submodule("text_model").state_dict()
+    rows = table["embeddings.position_embedding.weight"]
+    old = before["embeddings.position_embedding.weight"]
     torch.testing.assert_close((rows[20], rows[-1]), (old[20], old[-1]))
     flags = [
         *tiny_flags[:2],
@@ -458,7 +472,8 @@ def test_a_clip_reads_longer_captions_by_stretched_positions(tiny_flags: list[st
 def test_siglip_2_reads_lower_case_as_its_own_tokenizer_does(tmp_path: Path) -> None:
     """Its texts are those of the stock class and tokenizer, to 1e-6, also of what is saved and opened by other tools."""
     name = write_stock(tmp_path / "siglip2", "siglip2")
-    texts, stock = ["A Red Circle", "a red circle", "BLUE"], AutoModel.from_pretrained(name).eval()
+    texts = ["A Red Circle", "a red circle", "BLUE"]
+    stock = AutoModel.from_pretrained(name).eval()
     tokens = Siglip2Tokenizer.from_pretrained(name)(texts, padding="max_length", max_length=64, return_tensors="pt")
     with torch.no_grad():
         right = F.normalize(stock.get_text_features(input_ids=tokens.input_ids).pooler_output, dim=-1)
@@ -474,16 +489,19 @@ def test_siglip_2_reads_lower_case_as_its_own_tokenizer_does(tmp_path: Path) -> 
 def test_training_leaves_the_embeddings_of_images_bit_for_bit(
     kind: str, words: str, tiny_flags: list[str], tmp_path: Path
 ) -> None:
-    start, out = write_stock(tmp_path / "start", kind), str(tmp_path / "out")
+    start = write_stock(tmp_path / "start", kind)
+    out = str(tmp_path / "out")
     towers = ["--model_name_or_path", start, "--text_model_name_or_path", words]
     rate = ["--learning_rate", "0.01", "--objectives", "contrastive,matching", "--max_steps", "2"]
     rate += ["--load_best_model_at_end", "false"]  # the start in closed form may be the best
     pretrain.main([*tiny_flags[:2], *tiny_flags[4:], *towers, *rate, "--output_dir", out])
-    before, after = load_model(start).eval(), load_model(out).eval()
+    before = load_model(start).eval()
+    after = load_model(out).eval()
     own: Any = load_processor_of(start)
     pixels = own(images=noise(), return_tensors="pt").pixel_values
     with torch.no_grad():
-        found, right = (model.encode_image(pixels, with_keys_values=False)[0] for model in (after, before))
+        found = after.encode_image(pixels, with_keys_values=False)[0]
+        right = before.encode_image(pixels, with_keys_values=False)[0]
         assert torch.equal(found, right)
         stock = AutoModel.from_pretrained(f"{out}/dual_encoder").eval()
         image = stock.get_image_features(pixel_values=pixels).pooler_output
@@ -499,7 +517,8 @@ def test_sounds_and_clips_get_another_text_tower_too(medium: str, words: str, tm
     model, _ = build(medium, model_name_or_path=name, text_model_name_or_path=words, fusion_layers=1)
     media = torch.randn((2, 1, 101, 16) if medium == "sound" else (2, 4, 3, 32, 32))
     model.save_pretrained(tmp_path / "run")
-    alone, trained = (load_model(name, medium=medium).eval() for _ in range(2))
+    alone = load_model(name, medium=medium).eval()
+    trained = load_model(name, medium=medium).eval()
     use_channels_last(trained.vision_model)
     multiply_patches(trained.vision_model)  # as in training, where sums have another order than by convolutions
     with torch.no_grad():
@@ -564,7 +583,8 @@ def test_sound_towers_have_their_own_extractor_and_are_taken_from_whole_models(k
     model, processor = build("sound", 0.9, vision_model_name_or_path=str(tmp_path))
     assert processor.feature_extractor.window_seconds == pytest.approx(window)
     assert model.encode(sounds=[(np.random.default_rng(0).normal(size=9000) / 9, 16000)]).shape[0] == 1
-    whole, found = AutoModel.from_pretrained(tmp_path), model.vision_model.state_dict()
+    whole = AutoModel.from_pretrained(tmp_path)
+    found = model.vision_model.state_dict()
     part = getattr(
         whole, {"whisper": "encoder", "clap": "audio_model", "clap-fused": "audio_model"}.get(kind, ""), whole
     )

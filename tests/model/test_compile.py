@@ -20,7 +20,8 @@ def test_layers_of_a_kind_are_one_graph_without_breaks(kind: str, monkeypatch: p
     )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    plain, compiled = tiny_objective(kind), tiny_objective(kind)
+    plain = tiny_objective(kind)
+    compiled = tiny_objective(kind)
     compile.compile_layers(compiled.model)
     kinds = {
         type(layer)
@@ -69,12 +70,12 @@ def test_short_attention_is_attention(length: int, kind: str) -> None:
         mask = (torch.arange(length) < torch.tensor([29, 11, 3])[:, None])[:, None, None].to(DEVICE)
 
     def results(of: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-        *inputs, grad = (each.to(dtype).requires_grad_() for each in given)
+        *inputs, grad = [each.to(dtype).requires_grad_() for each in given]
         out = of(*inputs)
         return [out, *torch.autograd.grad(out, inputs, grad)]
 
     def plain(*inputs: torch.Tensor) -> torch.Tensor:
-        query, key, value = (each.transpose(1, 2) for each in inputs)
+        query, key, value = [each.transpose(1, 2) for each in inputs]
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=kind == "causal").transpose(1, 2)
 
     ours = results(lambda *inputs: ShortAttention.apply(*inputs, mask, kind == "causal", 64**-0.5), HALF)
@@ -83,7 +84,9 @@ def test_short_attention_is_attention(length: int, kind: str) -> None:
 
 
 def test_attention_that_is_not_short_or_not_on_a_gpu_is_that_of_transformers() -> None:
-    query, key, value = (torch.randn(2, 4, 9, 16) for _ in range(3))
+    query = torch.randn(2, 4, 9, 16)
+    key = torch.randn(2, 4, 9, 16)
+    value = torch.randn(2, 4, 9, 16)
     found, _ = attention(torch.nn.Identity(), query, key, value, None, is_causal=False)
     right = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     torch.testing.assert_close(found, right)

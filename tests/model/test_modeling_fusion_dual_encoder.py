@@ -58,10 +58,12 @@ def test_head_scores_are_weighted_sums():
     model.add_token_head(captions=True)
     batch = batch_for(model)
     _, keys_values = model.encode_image(batch["pixel_values"])
-    ids, mask = batch["input_ids"], batch["attention_mask"]
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
     _, states = model.encode_text(ids, mask)
     assert not model.head_scores(keys_values, states, mask, ids).any()
-    match, caption = model.match_pairs(keys_values, states, mask), model.caption_scores(keys_values, ids, mask)
+    match = model.match_pairs(keys_values, states, mask)
+    caption = model.caption_scores(keys_values, ids, mask)
     for weights, expected in (
         ({"caption": 0.5, "match": 2.0}, 0.5 * caption + 2 * match),
         ({"match": 0.0}, 0 * match),
@@ -99,7 +101,8 @@ def test_patches_are_pooled_in_two_dimensions():
 def test_forward_encodes_what_it_is_given():
     model = build()
     batch = batch_for(model)
-    images, texts = model(pixel_values=batch["pixel_values"]), model(input_ids=batch["input_ids"])
+    images = model(pixel_values=batch["pixel_values"])
+    texts = model(input_ids=batch["input_ids"])
     assert images.text_embeds is None
     assert texts.image_embeds is None
     assert len(images.keys_values) == 2
@@ -183,13 +186,16 @@ def media(model: FusionDualEncoderModel, rows: int = 2) -> Tensor:
 
 def test_a_map_of_a_spectrogram_is_pooled_with_its_time(tmp_path):
     """What is heard early and what is heard late have the same mean, and cosine moments of other signs."""
-    model, old = timed("convnext"), timed("convnext", vision_pooling="pooler")
+    model = timed("convnext")
+    old = timed("convnext", vision_pooling="pooler")
     assert (model.config.vision_pooling, model.config.vision_pooled_width) == ("timed", 3 * 16)
     assert timed("clap_audio_model").config.vision_pooling == "pooler"
     pixels = media(model)
-    pooled, output = model.vision_features(pixels)[0], model.vision_model((pixels + 35) / 33)
+    pooled = model.vision_features(pixels)[0]
+    output = model.vision_model((pixels + 35) / 33)
     torch.testing.assert_close(pooled[:, :16], output.pooler_output)
-    frames, steps = output.last_hidden_state, STEPS["convnext"]
+    frames = output.last_hidden_state
+    steps = STEPS["convnext"]
     levels = F.layer_norm(frames.mean(3).transpose(1, 2), [16])
     for number in (1, 2):
         expected = sum(levels[:, t] * math.cos(math.pi * number * (t + 0.5) / steps) for t in range(steps)) / steps
@@ -227,7 +233,8 @@ def test_time_runs_along_the_cells(kind):
 
 def test_frames_tower_begins_as_the_mean_of_frames_and_reads_any_number():
     model = timed("vit")
-    tower, clips = model.vision_model, torch.randn(2, 6, 3, 16, 16)
+    tower = model.vision_model
+    clips = torch.randn(2, 6, 3, 16, 16)
     pooled, taps = model.vision_features(clips)
     frames = tower.backbone(clips.flatten(0, 1)).pooler_output.unflatten(0, (2, 6))
     torch.testing.assert_close(pooled, frames.mean(1))

@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part, place in ((model, path), (to_dual_encoder(model), path / "dual_encoder")):
         part.save_pretrained(place)
         processor.save_pretrained(place)
-    tuned = ClassifierArguments(str(path), classifier_inputs="image")
-    build_classifier(tuned, ["no", "yes"], has_texts=False).save_pretrained(path / "fine_tuned")
+    tuned = ClassifierArguments(str(path), classifier_inputs="pair")
+    build_classifier(tuned, ["no", "yes"], has_texts=True).save_pretrained(path / "fine_tuned")
     processor.save_pretrained(path / "fine_tuned")
     return path
 
@@ -89,9 +89,11 @@ def test_rerank_adds_what_the_head_says(
 ) -> None:
     """Each pair by itself."""
     monkeypatch.setattr(model.config, "rerank_weights", weights)
-    processor, expected = AutoProcessor.from_pretrained(folder), []
+    processor = AutoProcessor.from_pretrained(folder)
+    expected = []
     given = processor(text=TEXTS[:1], return_tensors="pt")
-    ids, mask = given["input_ids"], given["attention_mask"]
+    ids = given["input_ids"]
+    mask = given["attention_mask"]
     for picture in PICTURES:
         image, keys_values = model.encode_image(processor(images=[picture], return_tensors="pt")["pixel_values"])
         head = model.caption_scores(keys_values, ids, mask) * (weights or {}).get("caption", 0.0)
@@ -105,7 +107,8 @@ def test_texts_in_groups_of_about_one_length_are_those_of_one_batch(
     folder: Path, model: FusionDualEncoderModel
 ) -> None:
     given = inputs(folder)
-    ids, mask = given["input_ids"], given["attention_mask"]
+    ids = given["input_ids"]
+    mask = given["attention_mask"]
     with torch.no_grad():
         for order in (torch.arange(len(ids)), torch.randperm(len(ids))):
             right = model.encode_text(ids[order], mask[order])[0]
@@ -114,7 +117,8 @@ def test_texts_in_groups_of_about_one_length_are_those_of_one_batch(
 
 @pytest.mark.parametrize("place", PLACES)
 def test_features_of_stock_classes(folder: Path, model: FusionDualEncoderModel, place: str) -> None:
-    stock, given = AutoModel.from_pretrained(folder / place, trust_remote_code=True).eval(), inputs(folder)
+    stock = AutoModel.from_pretrained(folder / place, trust_remote_code=True).eval()
+    given = inputs(folder)
     kinds = VisionTextDualEncoderModel if place == "dual_encoder" else object
     assert isinstance(stock, kinds)
     with torch.no_grad():

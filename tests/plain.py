@@ -6,7 +6,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("checkpointing", "evaluation", "export", "finetuning", "launch", "model", "objectives", "reliability")
+ROOMS = (
+    "accuracy_and_f1",
+    "checkpointing",
+    "evaluation",
+    "export",
+    "finetuning",
+    "launch",
+    "model",
+    "objectives",
+    "reliability",
+    "reports",
+    "retrieval_recall",
+)
 FOLDERS = [f"mm_utils/{room}" for room in ROOMS] + [f"tests/{room}" for room in ROOMS]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 

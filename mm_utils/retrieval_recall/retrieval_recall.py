@@ -50,15 +50,18 @@ class RetrievalRecall(evaluate.Metric):
     ) -> dict[str, float]:
         hits = list(ranks)  # rank of the first right item, from 1; 0 if there is none
         if not hits:
-            hits = [
-                next((place for place, item in enumerate(found, 1) if item in set(right)), 0)
-                for found, right in zip(predictions, references)  # noqa: B905
-            ]
-            ranks = [hit or len(found) + 1 for hit, found in zip(hits, predictions)]  # noqa: B905
+            ranks = []
+            for found, right in zip(predictions, references):  # noqa: B905
+                hit = next((place for place, item in enumerate(found, 1) if item in right), 0)
+                hits.append(hit)
+                ranks.append(hit or len(found) + 1)
         ranks = sorted(ranks)
         middle = len(ranks) // 2
+        metrics = {}
+        for cut in k:
+            metrics[f"recall@{cut}"] = sum(0 < hit <= cut for hit in hits) / len(hits)
         return {
-            **{f"recall@{cut}": sum(0 < hit <= cut for hit in hits) / len(hits) for cut in k},
+            **metrics,
             "mean_rank": sum(ranks) / len(ranks),
             "median_rank": (ranks[middle] + ranks[~middle]) / 2,
         }

@@ -7,16 +7,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from huggingface_hub import HfApi, hf_hub_download, metadata_load
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.files import LAST_CHECKPOINT, checkpoint_folders, size_of
 from mm_utils.text import one_line, printable
 from mm_utils.training.arguments import CONFIG_FILE
-from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
 
@@ -56,35 +55,26 @@ def _failure(push: Future[None], timeout: float) -> str:
         return one_line(error)
 
 
-class HubPusher(RunCallback):
-    """Push at the end and, with the strategy `checkpoint`, in the background at saves, on the main process.
+def check_repository(name: str | None) -> None:
+    """Raise ValueError if the Hub refuses the name of a repository."""
+    try:
+        validate_repo_id(name or "a")
+    except HFValidationError as error:
+        problem = f"--hub_model_id is {name!r}; {one_line(error)}"
+        raise ValueError(f"{problem} Give 'name' or 'namespace/name'.") from error
+
+
+class HubPusher(TrainerCallback):
+    """Push an output folder and, with the strategy `checkpoint`, in the background at saves, on the main process.
 
     The token comes from `hf auth login` or HF_TOKEN and is never a flag. `repository` has its namespace once it is created.
     """
 
-    def __init__(self, repository: str | None, strategy: str):
-        self.given, self.strategy, self.pushed = repository, strategy, ""
+    def __init__(self, output_dir: Path, repository: str | None, strategy: str):
+        self.output_dir, self.repository = output_dir.absolute(), repository or repository_name(output_dir)
+        self.strategy, self.pushed = strategy, ""
         self.pushing: Future[None] | None = None  # the checkpoint `pushed`
         self.api = HfApi()
-
-    @classmethod
-    def attach(cls, given: Parsed) -> "HubPusher | None":
-        """Return the callback with --push_to_hub."""
-        if not given["push_to_hub"]:
-            given.refuse("hub_model_id hub_strategy", "there is no --push_to_hub")
-            return None
-        name = given["hub_model_id"]
-        try:
-            validate_repo_id(name or "a")
-        except HFValidationError as error:
-            problem = f"--hub_model_id is {name!r}; {one_line(error)}"
-            raise ValueError(f"{problem} Give 'name' or 'namespace/name'.") from error
-        return cls(name, given["hub_strategy"])
-
-    def on_start(self, run: Any) -> None:
-        """Name the repository of the run's folder."""
-        self.output_dir = run.run.output_dir.absolute()
-        self.repository = self.given or repository_name(self.output_dir)
         disable_progress_bars()
 
     def push(self, **upload: Any) -> Future[None]:
@@ -107,17 +97,6 @@ class HubPusher(RunCallback):
         """Push the checkpoint in the background, unless the push before it is still in progress."""
         if state.is_world_process_zero and (self.pushing is None or self.pushing.done()):
             self._push(kwargs["checkpoint"])
-
-    def on_finish(self, run: Any) -> None:
-        """Set the card's repository, whose namespace is known by now."""
-        run.run.repository = self.repository
-
-    def on_publish(self, run: Any) -> None:
-        """Push the model. The process group ends first: other ranks would wait for the Hub in a collective."""
-        run.run.accelerator.wait_for_everyone()
-        run.run.accelerator.end_training()
-        if run.run.accelerator.is_main_process and self.push_model():
-            logger.info("Pushed to %s", self.repository)
 
     def push_model(self) -> bool:
         """Push the last checkpoint, and the output folder as the final model; return whether the model is on the Hub."""
@@ -148,3 +127,16 @@ class HubPusher(RunCallback):
         if self.pushing is not None and (error := _failure(self.pushing, _TIMEOUT)):
             logger.warning("the push of %s to %s failed: %s", self.pushed, self.repository, error)
         self.pushing = None
+
+
+def push(hub: HubPusher | None, accelerator: Accelerator) -> None:
+    """Push the model of a finished run, if it has a repository; called on all ranks.
+
+    The process group ends first: other ranks would wait for the Hub in a collective.
+    """
+    if hub is None:
+        return
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    if accelerator.is_main_process and hub.push_model():
+        logger.info("Pushed to %s", hub.repository)

@@ -41,14 +41,19 @@ from mm_utils.finetuning.evaluator import ClassificationEvaluator
 from mm_utils.finetuning.finish import finish_finetuning
 from mm_utils.finetuning.labels import open_task
 from mm_utils.finetuning.objective import ClassificationObjective
+from mm_utils.hub import HubPusher, push
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.processor import load_processor_of
 from mm_utils.reliability.signals import Leaving
-from mm_utils.run.callbacks import RunContext, all_callbacks, attach
+from mm_utils.run.callbacks import all_callbacks, own_callbacks
 from mm_utils.run.dry_run import dry_run
+from mm_utils.run.finish import Trained
 from mm_utils.run.flags import check_flags
 from mm_utils.run.start import run_script, start_run
+from mm_utils.training.feature_cache import cache_features
 from mm_utils.training.optim import build_optimizer
+from mm_utils.training.starts import interpolate_weights, weights_of_start
+from mm_utils.training.trackers import Tracking
 from mm_utils.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -62,9 +67,9 @@ def main(
     given = parse_args(*FLAGS, argv=argv, doc=__doc__)
     classifier_args = given[ClassifierArguments]
     check_flags(given)
-    attached = attach(given, callbacks)
+    callbacks = [*own_callbacks(given["callbacks"]), *callbacks]
     if given["dry_run"]:
-        return dry_run(main, "finetune", argv, given[FinetuningArguments], given.settings)
+        return dry_run(main, "finetune", argv, given)
     run = start_run("finetune", given)
 
     # 2. Data: labelled rows, read with the processor of the model to start from.
@@ -72,46 +77,52 @@ def main(
     sources = given[EvaluatedDataArguments], given[LabelArguments], given[LoaderArguments]
     task, data = open_task(run.accelerator, *sources, run.args, processor, run.fits_batch)
     run = run.settled(data)
-    rows, classes = data.splits["train"], len(task.classes)
-    logger.info("%s classes", f"{classes:,}")
+    args, accelerator = run.args, run.accelerator
+    logger.info("%s classes", f"{len(task.classes):,}")
 
-    # 3. Model, objective, optimizer.
-    resume_from = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
+    # 3. Model, objective, optimizer; frozen towers run once before the first step.
+    resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     model = build_classifier(classifier_args, task.classes, has_texts=task.has_texts)
-    objective = ClassificationObjective(model, torch.tensor(rows["label"][:]), run.args.seed)
+    objective = ClassificationObjective(model, torch.tensor(data.splits["train"]["label"][:]), args.seed)
     optimizer_args = given[OptimizerArguments]
-    optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=run.accelerator.device)
-
-    # 4. Train.
+    optimizer = build_optimizer(model, optimizer_args, pretrained=True, device=accelerator.device)
     evaluator = ClassificationEvaluator(data.splits["validation"])
     measures: list[Evaluate] = [evaluator, *evaluators]
-    context = RunContext(run, given, data, model, objective, measures, resume_from, callbacks=attached)
-    context.call("on_start")
+    if given["cache_features"]:
+        data = cache_features(data, objective, accelerator, measures, run.feature_root)
+    start = weights_of_start(model, objective.added) if args.wise_ft else None
+
+    # 4. Train.
+    hub = HubPusher(run.output_dir, args.hub_model_id, args.hub_strategy) if args.push_to_hub else None
+    tracking = Tracking(args.report_to, run.name, run.output_dir, run.settings)
     trainer = Trainer(
-        run.args,
+        args,
         optimizer_args,
-        run.accelerator,
+        accelerator,
         objective,
         optimizer,
         data,
-        context.evaluators,
-        all_callbacks(run, attached),
+        measures,
+        all_callbacks(run, [hub, tracking, *callbacks]),
         flags=given.learnt,
     )
-    with Leaving(run.args.resume_command):
-        context.stages = [trainer.stage]
-        context.metrics = trainer.train(resume_from)
-        context.choice = trainer.choice
+    with Leaving(args.resume_command):
+        metrics = trainer.train(resume_from)
 
-        # 5. Finish, with the saved model: what callbacks save, the test split, table of classes, model card, push.
-        context.call("on_finish")
-        saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(run.accelerator.device).eval()
+        # 5. Finish, with the saved model: weights between start and end, the test split, classes, model card, push.
+        if start is not None:
+            _, metrics = interpolate_weights(start, model, data, measures, args, accelerator)
+        saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(accelerator.device).eval()
         if "test" in data.splits:
             evaluator = ClassificationEvaluator(data.splits["test"])
-            found = evaluator(saved, data.evaluation("test"), run.accelerator)
-            context.metrics |= {f"test_{name}": value for name, value in found.items()}
-        finish_finetuning(context, saved, task, evaluator, argv)
-        return context.metrics
+            found = evaluator(saved, data.evaluation("test"), accelerator)
+            metrics |= {f"test_{name}": value for name, value in found.items()}
+        repository = hub.repository if hub else None
+        trained = Trained(run, given, data, model, [trainer.stage], metrics, trainer.choice, repository)
+        finish_finetuning(trained, saved, task, evaluator, argv)
+        tracking.finish()
+        push(hub, accelerator)
+        return metrics
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ Continue after an interruption, on any number of GPUs:
 from collections.abc import Sequence
 from functools import partial
 
-from mm_utils.arguments import parse_args, parse_first
+from mm_utils.arguments import parse_first
 from mm_utils.data.arguments import DataArguments, LoaderArguments, StreamingArguments
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
@@ -42,23 +42,29 @@ from transformers import TrainerCallback
 
 from mm_utils.checkpointing.files import find_checkpoint
 from mm_utils.data.streams.stream import open_streamed
-from mm_utils.data.training_data import TrainingData, open_data
+from mm_utils.data.training_data import open_data
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator
+from mm_utils.hub import HubPusher, push
 from mm_utils.model.build import build_model, fit_positions
 from mm_utils.model.compile import compile_if_repaid
 from mm_utils.model.processor import load_processor
 from mm_utils.objectives.build import build_objective, readers_of
 from mm_utils.objectives.validation_loss import ValidationLoss
 from mm_utils.reliability.signals import Leaving
-from mm_utils.run.callbacks import RunContext, all_callbacks, attach, has_baseline
+from mm_utils.run.callbacks import all_callbacks, own_callbacks
 from mm_utils.run.dry_run import dry_run
-from mm_utils.run.finish import finish_run
+from mm_utils.run.finish import Trained, finish_run
 from mm_utils.run.flags import check_flags
-from mm_utils.run.recipes import recipe_for
+from mm_utils.run.recipes import parse_with_recipe
 from mm_utils.run.start import run_script, start_run
+from mm_utils.training.feature_cache import cache_features
 from mm_utils.training.optim import build_optimizer
 from mm_utils.training.stages import remaining, stages_of
+from mm_utils.training.starts import has_baseline, initialise, interpolate_weights, weights_of_start
+from mm_utils.training.teacher import distill
+from mm_utils.training.trackers import Tracking
 from mm_utils.training.trainer import Trainer
+from mm_utils.training.warnings import CollapseWarning
 
 
 def main(
@@ -68,79 +74,106 @@ def main(
 
     Args:
         argv: the command line; None for that of the process.
-        callbacks: called at the events of `mm_utils.training.trainer` and `mm_utils.run.callbacks`.
+        callbacks: called at the events of `mm_utils.training.trainer`.
         evaluators: called with (model, loader, accelerator) at every evaluation; their metrics are logged.
     """
-    # 1. Arguments: dataclass defaults < --config file < command line.
-    given = parse_args(*FLAGS, argv=argv, doc=__doc__)
-    recipe = recipe_for(given)  # of pairs of one's own, by the start that is named
-    if recipe.path:
-        given = parse_args(*FLAGS, argv=argv, doc=__doc__, recipe=recipe.path, without=recipe.without)
+    # 1. Arguments: dataclass defaults < recipe < --config file < command line.
+    given, recipe = parse_with_recipe(*FLAGS, argv=argv, doc=__doc__)
     check_flags(given)
-    attached = attach(given, callbacks)
+    callbacks = [*own_callbacks(given["callbacks"]), *callbacks]
     model_args, objective_args = given[ModelArguments], given[ObjectiveArguments]
     if given["dry_run"]:
-        return dry_run(main, "pretrain", argv, given[TrainingArguments], given.settings)
+        return dry_run(main, "pretrain", argv, given)
     run = start_run("pretrain", given)
-    args = run.args
+    args, accelerator = run.args, run.accelerator
     recipe.announce()
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
     opening = (args, partial(load_processor, model_args), readers_of(objective_args))
-    data: TrainingData
-    if given["streaming"]:
-        data = open_streamed(run.accelerator, given, *opening)
+    if not given["streaming"]:
+        data = open_data(
+            accelerator, given[DataArguments], given[LoaderArguments], *opening, fits_batch=run.fits_batch
+        )
     else:
-        data_args, loader_args = given[DataArguments], given[LoaderArguments]
-        data = open_data(run.accelerator, data_args, loader_args, *opening, fits_batch=run.fits_batch)
+        data = open_streamed(accelerator, given, *opening)
 
-    # 3. Model and objective.
+    # 3. Model, objective, and what measures them.
     resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
     model = build_model(model_args, data.processor.tokenizer, data.medium)
     fit_positions(model, data.max_seq_length)
-    rows = data.splits.get("train")
-    objective = build_objective(model, objective_args, args.seed, rows)
-    is_model = has_baseline(given, data, attached)  # before the first step
+    objective = build_objective(model, objective_args, args.seed, data.splits.get("train"))
+    is_model = has_baseline(given, data)  # before the first step
     run = run.settled(data, is_model)
-
-    # 4. Train, first the encoders, then the fusion head.
+    args = run.args
     retrieval = RetrievalEvaluator(given[EvaluationArguments], fits=True)
-    loss = ValidationLoss(objective.weights, retrieval, run.args.batch_sizes.sizes[-1])
-    own = given[EvaluationArguments].own_evaluators()
-    measures: list[Evaluate] = [retrieval, loss, *objective.evaluators(data.medium), *own, *evaluators]
-    context = RunContext(
-        *(run, given, data, model, objective, measures, resume_from, is_model), retrieval=retrieval, callbacks=attached
-    )
-    context.call("on_start")
-    optimizer_args, every = given[OptimizerArguments], all_callbacks(run, attached)
-    stages = stages_of(objective, run.args, optimizer_args.head_share, data.num_rows)
-    context.stages = stages
-    compile_if_repaid(model, model_args.torch_compile, stages[-1].end, run.accelerator.device)
-    with Leaving(run.args.resume_command):
+    measures: list[Evaluate] = [
+        retrieval,
+        ValidationLoss(objective.weights, retrieval, args.batch_sizes.sizes[-1]),
+        *objective.evaluators(data.medium),
+        *given[EvaluationArguments].own_evaluators(),
+        *evaluators,
+    ]
+
+    # 4. Before the first step: frozen towers and a teacher run once, and projections start from closed form.
+    if model_args.cache_features:
+        data = cache_features(data, objective, accelerator, measures, run.feature_root)
+    data = distill(data, objective, objective_args.teacher_name_or_path, accelerator, run.feature_root)
+    initialise(model, data, given, measures, resume_from, run.output_dir, accelerator)
+    start = weights_of_start(model, objective.added) if args.wise_ft else None
+
+    # 5. Train, first the encoders, then the fusion head.
+    hub = HubPusher(run.output_dir, args.hub_model_id, args.hub_strategy) if args.push_to_hub else None
+    optimizer_args = given[OptimizerArguments]
+    tracking = Tracking(args.report_to, run.name, run.output_dir, run.settings)
+    every = all_callbacks(run, [CollapseWarning(optimizer_args), hub, tracking, *callbacks])
+    stages = stages_of(objective, args, optimizer_args.head_share, data.num_rows)
+    compile_if_repaid(model, model_args.torch_compile, stages[-1].end, accelerator.device)
+    metrics: dict[str, float] = {}
+    choices: list[str] = []
+    with Leaving(args.resume_command):
         for stage in remaining(stages, resume_from):
             stage.freeze_others(objective)
             optimizer = build_optimizer(
                 model,
                 optimizer_args,
                 pretrained=model_args.pretrained,
-                device=run.accelerator.device,
+                device=accelerator.device,
                 has_baseline=is_model,
             )
             trainer = Trainer(
-                *(run.args, optimizer_args, run.accelerator, objective, optimizer, data, context.evaluators, every),
+                args,
+                optimizer_args,
+                accelerator,
+                objective,
+                optimizer,
+                data,
+                measures,
+                every,
                 flags=given.learnt,
                 stage=stage,
             )
-            context.metrics = trainer.train(resume_from, context.evaluates_start, context.metrics)
-            context.choice = f"{context.choice} {trainer.choice}".strip()
-            resume_from = None
+            metrics = trainer.train(None if choices else resume_from, is_model and not args.wise_ft, metrics)
+            choices.append(trainer.choice)
             if trainer.ends_run:
                 break
 
-        # 5. Finish: what callbacks save, pictures, model card, push, and the next commands.
-        context.call("on_finish")
-        finish_run(context, argv)
-        return context.metrics
+        # 6. Finish: weights between start and end, pictures, model card, the next commands, push.
+        if start is not None:
+            model, metrics = interpolate_weights(start, model, data, measures, args, accelerator, retrieval)
+        trained = Trained(
+            run,
+            given,
+            data,
+            model,
+            stages,
+            metrics,
+            choice=" ".join(filter(None, choices)),
+            repository=hub.repository if hub else None,
+        )
+        finish_run(trained, retrieval, argv, resumed=resume_from is not None)
+        tracking.finish()
+        push(hub, accelerator)
+        return metrics
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import logging
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from huggingface_hub.cli.hf import app
@@ -41,9 +40,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def pusher(run_dir: Path, strategy: str = "end") -> HubPusher:
-    hub = HubPusher(None, strategy)
-    hub.on_start(SimpleNamespace(run=SimpleNamespace(output_dir=run_dir)))
-    return hub
+    return HubPusher(run_dir, None, strategy)
 
 
 def save(hub: HubPusher, is_main: bool = True) -> None:

@@ -1,7 +1,10 @@
 """Open a run's data: files, prepared sets, embedded scenes, labelled rows."""
 
 import logging
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -34,6 +37,7 @@ class TrainingData:
         eval_batch_size: images per process and forward pass in evaluation.
         total_rows: the rows of every split before `--max_train_samples` and `--max_eval_samples`.
         features: rows with the stored output of frozen towers, by split, in place of those of `splits`.
+        passes: passes over training rows before the first step: seconds, rows, and the most rows that one takes.
     """
 
     splits: DatasetDict
@@ -44,6 +48,7 @@ class TrainingData:
     eval_batch_size: int = EVALUATION_BATCH
     total_rows: dict[str, int] = field(default_factory=dict)
     features: dict[str, datasets.Dataset] = field(default_factory=dict)
+    passes: list[tuple[float, int, int]] = field(default_factory=list)
 
     @property
     def medium(self) -> str:
@@ -73,6 +78,13 @@ class TrainingData:
     def rows(self, split: str) -> datasets.Dataset:
         """Return the rows of a split, with what frozen towers have returned where that is stored."""
         return self.features.get(split) or self.splits[split]
+
+    @contextmanager
+    def timed_pass(self, most: int = sys.maxsize) -> Iterator[None]:
+        """Note how long a pass over at most this number of training rows takes."""
+        began = time.monotonic()
+        yield
+        self.passes.append((time.monotonic() - began, min(self.num_rows, most), most))
 
     def evaluation(self, split: str) -> DeviceLoader:
         """Return this rank's share of a split, each image with all its captions, in order."""

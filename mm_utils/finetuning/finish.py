@@ -14,9 +14,9 @@ from mm_utils.finetuning.evaluator import ClassificationEvaluator, report_classe
 from mm_utils.finetuning.labels import LabelledTask
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.reports.model_card import EXAMPLES, CardInfo, an, quoted
-from mm_utils.run.callbacks import RunContext
 from mm_utils.run.finish import (
     SOURCES,
+    Trained,
     chosen_on_validation,
     closing_lines,
     describe_sizes,
@@ -37,7 +37,7 @@ _INPUTS = {
 
 
 def finish_finetuning(
-    context: RunContext,
+    trained: Trained,
     model: FusionDualEncoderForClassification,
     task: LabelledTask,
     evaluator: ClassificationEvaluator,
@@ -50,26 +50,26 @@ def finish_finetuning(
 
     def write(folder: Path) -> None:
         report_classes(evaluator.guesses, task.classes, folder)
-        (folder / "results.json").write_text(json.dumps(context.metrics, indent=2) + "\n", encoding="utf-8")
+        (folder / "results.json").write_text(json.dumps(trained.metrics, indent=2) + "\n", encoding="utf-8")
 
-    gain = _accuracy_gained(context)
+    gain = _accuracy_gained(trained)
     finish(
-        context,
+        trained,
         gain,
         write,
-        card=lambda: classification_card(context, model, task, argv),
-        summary=lambda: _summary(context, model, task, gain),
+        card=lambda: classification_card(trained, model, task, argv),
+        summary=lambda: _summary(trained, model, task, gain),
     )
 
 
-def _accuracy_gained(context: RunContext) -> Gain | None:
+def _accuracy_gained(trained: Trained) -> Gain | None:
     """Return what training gained by the accuracy on the validation split; None if it was not measured."""
-    metrics = context.metrics
+    metrics = trained.metrics
     name = "eval_accuracy"
     if name not in metrics:
         return None
     half = (metrics[f"{name}_high"] - metrics[f"{name}_low"]) / 2
-    starts, saved_step = read_log(context.run.output_dir / METRICS_FILE, name)
+    starts, saved_step = read_log(trained.run.output_dir / METRICS_FILE, name)
     return Gain(
         figure="accuracy",
         metric=name,
@@ -83,11 +83,10 @@ def _accuracy_gained(context: RunContext) -> Gain | None:
 
 
 def classification_card(
-    context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask, argv: Sequence[str] | None
+    trained: Trained, model: FusionDualEncoderForClassification, task: LabelledTask, argv: Sequence[str] | None
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
-    run = context.run
-    metrics = context.metrics
+    metrics = trained.metrics
     medium = model.config.medium
     rows = []
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
@@ -97,15 +96,15 @@ def classification_card(
             rows.append([split, accuracy, f"{low} to {high}", f1, majority])
     what = f"It classifies into {len(task.classes)} classes by {classifier_input(model)}."
     return run_card(
-        context,
+        trained,
         argv,
-        about=f"{what} {describe_towers(context, model)}: {describe_sizes(context, model)}.",
-        usage=usage(run.model, medium, model.config.classifier_inputs),
+        about=f"{what} {describe_towers(trained, model)}: {describe_sizes(trained, model)}.",
+        usage=usage(trained.name, medium, model.config.classifier_inputs),
         medium=medium,
         table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
-        table_note=chosen_on_validation(context),
+        table_note=chosen_on_validation(trained),
         dataset_rows={name: len(split) for name, split in task.splits.items()},
-        dataset_fingerprint=context.data.fingerprint,
+        dataset_fingerprint=trained.data.fingerprint,
         tags=("classification", "dual-encoder"),
         pipeline_tag=None,  # no pipeline reads such inputs with this class
     )
@@ -134,10 +133,10 @@ def classifier_input(model: FusionDualEncoderForClassification) -> str:
 
 
 def _summary(
-    context: RunContext, model: FusionDualEncoderForClassification, task: LabelledTask, gain: Gain | None
+    trained: Trained, model: FusionDualEncoderForClassification, task: LabelledTask, gain: Gain | None
 ) -> list[str]:
-    run = context.run
-    metrics = context.metrics
+    run = trained.run
+    metrics = trained.metrics
     lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
@@ -157,4 +156,4 @@ def _summary(
         if (folder := run.settings["dataset_name"]) and Path(folder).is_dir():
             own = ["--model_name_or_path", str(run.output_dir), "--images", folder]
             commands.append(launch_command("embed", [*own, "--output_file", f"{run.output_dir}-classes.csv"]))
-    return [*lines, *closing_lines(context, commands)]
+    return [*lines, *closing_lines(trained, commands)]

@@ -18,14 +18,14 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.files import checkpoint_folders, find_checkpoint, size_of
 from mm_utils.distributed import RunError
 from mm_utils.run import finish
-from mm_utils.run.callbacks import RunContext
 from mm_utils.run.output_folder import misplaced, occupied
 from mm_utils.text import duration
 from mm_utils.training.arguments import TrainingArguments
-from mm_utils.training.starts import ALPHAS, BlockStart
+from mm_utils.training.starts import ALPHAS, has_baseline, stacks_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -34,31 +34,27 @@ _ROWS = {"train": "max_train_samples", "validation": "max_eval_samples"}
 SLOW_STEP, LOADER_SECONDS = 20.0, 4.0  # seconds of a step after which no other is taken, and of reading data alone
 
 
-def dry_run(
-    main: Callable[..., Any],
-    name: str,
-    argv: Sequence[str] | None,
-    args: TrainingArguments,
-    settings: Mapping[str, Any],
-) -> dict[str, float]:
+def dry_run(main: Callable[..., Any], name: str, argv: Sequence[str] | None, given: Parsed) -> dict[str, float]:
     """Run a script's `main`, called with (argv, callbacks), on a few pairs; log and return the forecast, as `dry_run_*`.
 
-    `args` and `settings`, all arguments by name, are those of the real run.
+    `given` are the arguments of the real run.
 
     Raises:
         RunError: if the output folder cannot be used.
         ValueError: as the real run would raise it.
     """
+    args, settings = given[TrainingArguments], given.settings
     folder = Path(args.output_dir or f"outputs/{name}")
     if problem := misplaced(folder, settings) or occupied(folder, args.resume_from_checkpoint):
         raise RunError(problem)
     find_checkpoint(args.resume_from_checkpoint, folder)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    scratch, probe, largest = existing / f".dry-run-{folder.name}", _Probe(), args.batch_sizes.sizes[-1]
+    scratch, largest = existing / f".dry-run-{folder.name}", args.batch_sizes.sizes[-1]
     has_stages = bool(settings.get("fusion_layers") and settings.get("head_share"))
+    probe = _Probe(STEPS * (1 + has_stages))
     most = {"max_train_samples": max(256, 2 * largest), "max_eval_samples": EVALUATED}
     overrides = {
-        **{"dry_run": False, "output_dir": scratch / "run", "max_steps": STEPS * (1 + has_stages)},
+        **{"dry_run": False, "output_dir": scratch / "run", "max_steps": probe.steps},
         **({"batch_size_schedule": f"0:{largest}"} if args.batch_size_schedule else {}),
         **{name: min(rows, settings.get(name) or sys.maxsize) for name, rows in most.items()},
         # Where there is no head, a given flag of it would change the defaults.
@@ -86,7 +82,7 @@ def dry_run(
             name: min(total[name], settings.get(flag) or sys.maxsize) for name, flag in _ROWS.items() if name in total
         }
         args = replace(args, global_batch_size=min(args.global_batch_size, rows["train"]))
-        figures = _forecast(args, settings, probe, rows, elapsed, scratch / "run")
+        figures = _forecast(args, given, probe, rows, elapsed, scratch / "run")
         largest = args.batch_sizes.sizes[-1]
     finally:
         finish.logger.disabled = False
@@ -110,17 +106,16 @@ def dry_run(
 class _Probe(TrainerCallback):
     """Measure the steps, the evaluation, the checkpoint and the loader of a dry run."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps  # of all stages
         self.is_main_process, self.seconds = False, {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
         self.measured = 0.0  # seconds, of all that is measured
         self.stages: list[list[float]] = []  # of each stage, the seconds of its steps
 
-    def on_start(self, context: RunContext) -> None:
-        """Keep what decides evaluations, and the passes before the first step."""
-        self.context, self.data = context, context.data
-
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Begin a stage."""
+        self.data = kwargs["data"]
+        self.has_stages = bool(self.stages) or state.max_steps < self.steps
         self.stages.append([])
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -152,7 +147,7 @@ class _Probe(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Time the loader alone, after the last stage."""
         self.is_main_process = state.is_world_process_zero
-        if state.global_step < self.context.stages[-1].end and not control.should_training_stop:
+        if state.global_step < self.steps and not control.should_training_stop:
             return
         images, began, seconds = 0, time.perf_counter(), 0.0
         for batch in self.data.train_batches(state.global_step, state.global_step + 100_000):
@@ -175,38 +170,37 @@ class _Probe(TrainerCallback):
 
 def _forecast(
     args: TrainingArguments,
-    settings: Mapping[str, Any],
+    given: Parsed,
     probe: _Probe,
     rows: Mapping[str, int],
     elapsed: float,
     folder: Path,
 ) -> dict[str, float]:
     """Return what the whole run takes, with `rows` by split; the trial took `elapsed` seconds, and its run lies in `folder`."""
-    data, context, sizes = probe.data, probe.context, args.batch_sizes
+    data, sizes = probe.data, args.batch_sizes
+    is_model = has_baseline(given, data)
     steps, largest = args.total_steps(rows["train"]), sizes.sizes[-1]
-    ends = [round((1 - settings["head_share"]) * steps), steps] if len(context.stages) > 1 else [steps]
+    ends = [round((1 - given["head_share"]) * steps), steps] if probe.has_stages else [steps]
     training, begin = 0.0, 0
     for stage, end in enumerate(ends):
         trained, loaded = probe.step_seconds(stage), largest / probe.loaded
         seconds = max(trained, loaded) if data.loaders.arguments.num_workers else trained + loaded
         training += (sizes.before(end) - sizes.before(begin)) / largest * seconds
         begin = end
-    args = args.settled(sizes, rows["train"], context.has_baseline)
+    args = args.settled(sizes, rows["train"], is_model)
     saved = max(2, steps // args.save_steps) if args.save_steps > 0 else 0  # the ends of two stages at least
-    evaluations = (max(1, steps // args.eval_steps) if args.eval_steps > 0 else 1) + context.evaluates_start
+    evaluations = (max(1, steps // args.eval_steps) if args.eval_steps > 0 else 1) + (is_model and not args.wise_ft)
     if args.keeps_best:  # each may be the best so far, and is measured once more if it is not the last
         saved, evaluations = max(saved, evaluations), evaluations + (evaluations > 1)
-    evaluations += any(isinstance(each, BlockStart) for each in context.callbacks)  # which measures the model as it is
+    evaluations += stacks_blocks(given)  # which measures the model as it is
     evaluations += len(ALPHAS) * args.wise_ft
     # An old one goes after a new one is complete, and the best of a stage stays.
     kept = min(saved, args.save_total_limit + 1 + 2 * args.keeps_best)
     written = [size_of(path) for path in checkpoint_folders(folder)]
     growth = rows["validation"] / len(data.splits["validation"])
     others = evaluations * growth * probe.seconds["evaluation"] + saved * probe.seconds["checkpoint"]
-    features = sum(seconds * min(rows["train"], most) / passed for seconds, passed, most in context.passes)
-    once = max(
-        0.0, elapsed - probe.measured - sum(seconds for seconds, *_ in context.passes)
-    )  # opening, pictures, card
+    features = sum(seconds * min(rows["train"], most) / passed for seconds, passed, most in data.passes)
+    once = max(0.0, elapsed - probe.measured - sum(seconds for seconds, *_ in data.passes))  # opening, pictures, card
     return {
         **{"steps": steps, "evaluations": evaluations, "checkpoints": saved},
         **{"pairs_per_second": sizes.before(steps) / training, "features_hours": features / 3600},

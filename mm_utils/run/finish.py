@@ -1,9 +1,10 @@
-"""Finish a run: pictures, model card, what callbacks publish, and a summary with the next commands."""
+"""Finish a run: pictures, model card, and a summary with the next commands."""
 
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from PIL import Image
 from transformers import AutoConfig
 
 from mm_utils import distributed
-from mm_utils.arguments import launch_command, python, to_words
+from mm_utils.arguments import Parsed, launch_command, python, to_words
 from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.arguments import DataArguments, LoaderArguments
 from mm_utils.data.batches.tokens import unread_captions
 from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
+from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, right_items
 from mm_utils.evaluation.gained import Gain, recall_gained
@@ -41,10 +43,11 @@ from mm_utils.reports.model_card import (
     search_code,
     write_model_card,
 )
-from mm_utils.run.callbacks import RunContext
 from mm_utils.run.restarts import device_name
+from mm_utils.run.start import Run
 from mm_utils.text import markdown_text, printable, sentence_case
 from mm_utils.training.arguments import METRICS_FILE
+from mm_utils.training.stages import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +56,36 @@ _QUERIES, _HITS = 6, 5  # of the picture of examples
 _WORDS = 12  # of a caption that stands for a text to search for
 
 
-def retrieval_card(context: RunContext, split: Embeddings, gain: Gain, argv: Sequence[str] | None) -> CardInfo:
+@dataclass(frozen=True)
+class Trained:
+    """What a run has trained.
+
+    Attributes:
+        stages: all stages of the run, what each trained included.
+        metrics, choice: those of the saved model; which weights are saved, and what chose them.
+        repository: that on the Hub which the model is pushed to.
+    """
+
+    run: Run
+    given: Parsed
+    data: TrainingData
+    model: Any
+    stages: Sequence[Stage]
+    metrics: dict[str, float]
+    choice: str
+    repository: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What a card names: the repository on the Hub, or the folder, without those of this machine that it lies in."""
+        folder, here = self.run.output_dir.resolve(), Path.cwd()
+        return self.repository or str(folder.relative_to(here) if folder.is_relative_to(here) else folder.name)
+
+
+def retrieval_card(trained: Trained, split: Embeddings, gain: Gain, argv: Sequence[str] | None) -> CardInfo:
     """Return the card of a pre-trained model; `split` are the embeddings of the last evaluation."""
-    run, model, data, medium = context.run, context.model, context.data, context.data.medium
-    shown, stock = _with_head(context.metrics, model), run.output_dir / "dual_encoder"
+    run, model, data, medium = trained.run, trained.model, trained.data, trained.data.medium
+    shown, stock = _with_head(trained.metrics, model), run.output_dir / "dual_encoder"
     has_fusion = model.fusion is not None and bool(stored_weights(model))
     counted, queries = independent_queries(split, medium)
     seen = next(name for name in ("train", "validation") if name in data.splits)
@@ -65,19 +94,19 @@ def retrieval_card(context: RunContext, split: Embeddings, gain: Gain, argv: Seq
         f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
         too_few(images, medium),
         sentence_case(gain.sentence),
-        chosen_on_validation(context, model),
+        chosen_on_validation(trained, model),
         describe_weights(model),
         *unread_captions(data.splits[seen], data.processor.tokenizer, data.max_seq_length, f"The captions of {seen}"),
     ]
-    terms = [name.rpartition(".")[2].replace("_", " ") for name in context.given[ObjectiveArguments].weights]
+    terms = [name.rpartition(".")[2].replace("_", " ") for name in trained.given[ObjectiveArguments].weights]
     losses = f"the {markdown_text(listed(terms))} loss{'es' * (len(terms) > 1)}"
     head = ", and a cross-attention fusion head that re-ranks the best candidates" if has_fusion else ""
-    about = f"{describe_towers(context, model)}, trained with {losses}{head}: {describe_sizes(context, model)}."
+    about = f"{describe_towers(trained, model)}, trained with {losses}{head}: {describe_sizes(trained, model)}."
     dual_encoder = AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else ""
     return run_card(
-        *(context, argv),
+        *(trained, argv),
         about=f"{about} It finds {medium}s for a text and texts for {an(medium)}.",
-        usage=search_code(run.model, medium, has_fusion, dual_encoder),
+        usage=search_code(trained.name, medium, has_fusion, dual_encoder),
         medium=medium,
         table=(["recall among the first", *map(str, CUTOFFS)], retrieval_rows(shown, split, queries, medium, gain)),
         table_note=" ".join(filter(None, note)),
@@ -88,32 +117,32 @@ def retrieval_card(context: RunContext, split: Embeddings, gain: Gain, argv: Seq
     )
 
 
-def _bases(context: RunContext) -> list[str | None]:
+def _bases(trained: Trained) -> list[str | None]:
     """Return what the encoders of media and of texts started from; None for one from scratch."""
-    settings = context.run.settings
+    settings = trained.run.settings
     return [
         settings.get(f"{tower}_model_name_or_path") or settings["model_name_or_path"] for tower in ("vision", "text")
     ]
 
 
-def describe_towers(context: RunContext, model: Any) -> str:
+def describe_towers(trained: Trained, model: Any) -> str:
     """Return what the encoders are, what they started from and whether a stage trained them, as the beginning of a sentence."""
-    trained = [name for stage in context.stages for name in stage.trains]
+    learnt = [name for stage in trained.stages for name in stage.trains]
     names, frozen = [], []
-    for (tower, backbone), base in zip(model.towers.items(), _bases(context), strict=False):
+    for (tower, backbone), base in zip(model.towers.items(), _bases(trained), strict=False):
         start = f"the local folder {Path(base).absolute().name}" if base and Path(base).exists() else base
         if base and (licence := licence_of(base)):
             start = f"{start}, licence {licence}"
         kind = backbone.config.model_type
         names.append(f"{kind} of {start}" if start else f"{kind}, from scratch")
-        frozen.append(not any(name.startswith(f"model.{tower}_model.") for name in trained))
-    return encoders(names, frozen, context.data.medium)
+        frozen.append(not any(name.startswith(f"model.{tower}_model.") for name in learnt))
+    return encoders(names, frozen, trained.data.medium)
 
 
-def describe_sizes(context: RunContext, model: Any) -> str:
+def describe_sizes(trained: Trained, model: Any) -> str:
     """Return how many parameters a model has, and how many of them each stage trained."""
     every = sum(weight.numel() for weight in model.parameters())
-    sizes = [sum(size for name, size in stage.trains.items() if name.startswith("model.")) for stage in context.stages]
+    sizes = [sum(size for name, size in stage.trains.items() if name.startswith("model.")) for stage in trained.stages]
     said = f"{millions(every)} parameters in all"
     if len(sizes) > 1:
         return (
@@ -129,31 +158,31 @@ def _with_head(metrics: Mapping[str, float], model: FusionDualEncoderModel) -> d
     return {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
 
 
-def chosen_on_validation(context: RunContext, model: FusionDualEncoderModel | None = None) -> str:
+def chosen_on_validation(trained: Trained, model: FusionDualEncoderModel | None = None) -> str:
     """Return sentences on what is saved and what the validation split has chosen; "" if it has chosen nothing.
 
     `model` is one of retrieval, whose re-ranking may have been fitted; None for a classifier.
     """
-    alpha = context.metrics.get("eval_wise_ft_alpha")
+    alpha = trained.metrics.get("eval_wise_ft_alpha")
     chosen = [
-        *(["the checkpoint"] if context.run.args.keeps_best else []),
+        *(["the checkpoint"] if trained.run.args.keeps_best else []),
         *(["the weights of re-ranking"] if model and model.fusion is not None and model.config.rerank_weights else []),
         *([f"alpha {alpha:g} between the start and the end"] if alpha is not None else []),
     ]
     too_high = "so its figures are slightly too high; those of a test split are not."
     also = f"The validation split also chose {listed(chosen)}, {too_high}" if chosen else ""
-    return " ".join(filter(None, [context.choice, also]))
+    return " ".join(filter(None, [trained.choice, also]))
 
 
-def run_card(context: RunContext, argv: Sequence[str] | None, **values: Any) -> CardInfo:
+def run_card(trained: Trained, argv: Sequence[str] | None, **values: Any) -> CardInfo:
     """Return a card with what the cards of all runs have, and `values`."""
-    run, accelerator, defaults = context.run, context.run.accelerator, context.given.defaults
+    run, accelerator, defaults = trained.run, trained.run.accelerator, trained.given.defaults
     trained_on = run.settings.get("dataset_name")
     return CardInfo(
         name=run.output_dir.resolve().name,
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), "The embedded scenes"),
         command=launch_command(run.name, sys.argv[1:] if argv is None else argv),
-        metrics=context.metrics,
+        metrics=trained.metrics,
         datasets=[trained_on] if trained_on and not Path(trained_on).exists() else [],
         hyperparameters={
             name: value for name, value in run.settings.items() if value not in (None, defaults.get(name))
@@ -163,45 +192,46 @@ def run_card(context: RunContext, argv: Sequence[str] | None, **values: Any) -> 
             "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
             "processes": accelerator.num_processes,
         },
-        base_models=[base for base in dict.fromkeys(_bases(context)) if base and not Path(base).exists()],
+        base_models=[base for base in dict.fromkeys(_bases(trained)) if base and not Path(base).exists()],
         **values,
     )
 
 
-def finish_run(context: RunContext, argv: Sequence[str] | None) -> None:
-    """Finish a pre-training: also draw `retrieval.png`.
+def finish_run(
+    trained: Trained, evaluator: RetrievalEvaluator, argv: Sequence[str] | None, resumed: bool = False
+) -> None:
+    """Finish a pre-training, whose evaluator of the validation split is given: also draw `retrieval.png`.
 
     `argv` are the arguments that `main` was called with, None for those of the command line.
     """
-    evaluator, rows = context.retrieval, context.data.splits["validation"]
-    assert evaluator is not None
-    whole, *towers = (context.run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_"))
+    rows = trained.data.splits["validation"]
+    whole, *towers = (trained.run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_"))
     work = partial(
         recall_gained,
-        *(evaluator, context.run.output_dir / METRICS_FILE, context.data.medium),
-        is_paired=context.resume_from is None,
+        *(evaluator, trained.run.output_dir / METRICS_FILE, trained.data.medium),
+        is_paired=not resumed,
         from_scratch=not (whole or all(towers)),
     )
     gain = distributed.on_first(work)
     finish(
-        *(context, gain),
+        *(trained, gain),
         lambda folder: draw_examples(
-            rows, evaluator, context.model.logit_scale.exp().item(), folder / "retrieval.png"
+            rows, evaluator, trained.model.logit_scale.exp().item(), folder / "retrieval.png"
         ),
-        lambda: retrieval_card(context, evaluator.split, gain, argv),
-        lambda: _retrieval_summary(context, evaluator, gain),
+        lambda: retrieval_card(trained, evaluator.split, gain, argv),
+        lambda: _retrieval_summary(trained, evaluator, gain),
     )
 
 
 def finish(
-    context: RunContext,
+    trained: Trained,
     gain: Gain | None,
     write: Callable[[Path], None],
     card: Callable[[], CardInfo],
     summary: Callable[[], list[str]],
 ) -> None:
-    """Draw `training.png`, let `write` write into the folder, write the card, let callbacks publish the folder, log a summary."""
-    run, folder = context.run, context.run.output_dir
+    """Draw `training.png`, let `write` write into the folder, write the card, log a summary."""
+    run, folder = trained.run, trained.run.output_dir
 
     def write_all() -> None:
         plot_training(folder / METRICS_FILE, folder / "training.png", gain=gain)
@@ -210,7 +240,6 @@ def finish(
         seal_model(folder)
 
     distributed.on_first(write_all)
-    context.call("on_publish")
     if run.accelerator.is_main_process:
         logger.info("%s", "\n".join(summary()))
     run.accelerator.end_training()
@@ -264,36 +293,34 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
 # -- summaries ----------------------------------------------------------------------------------------------------------
 
 
-def _retrieval_summary(context: RunContext, evaluator: RetrievalEvaluator, gain: Gain) -> list[str]:
-    model, held_out = context.model, "the validation split, which were not trained on"
-    metrics = _with_head(context.metrics, model)
+def _retrieval_summary(trained: Trained, evaluator: RetrievalEvaluator, gain: Gain) -> list[str]:
+    model, held_out = trained.model, "the validation split, which were not trained on"
+    metrics = _with_head(trained.metrics, model)
     return [
-        *recall_lines(metrics, evaluator.split, context.data.medium, held_out, gain),
+        *recall_lines(metrics, evaluator.split, trained.data.medium, held_out, gain),
         *(f"  {sentence_case(said)}" for said in (gain.sentence, describe_weights(model)) if said),
-        *closing_lines(context, next_commands(context), model),
+        *closing_lines(trained, next_commands(trained), model),
     ]
 
 
-def closing_lines(
-    context: RunContext, commands: Sequence[str], model: FusionDualEncoderModel | None = None
-) -> list[str]:
+def closing_lines(trained: Trained, commands: Sequence[str], model: FusionDualEncoderModel | None = None) -> list[str]:
     """Return the last lines of a summary: what validation has chosen, where everything is, and what to try next."""
     return [
-        *(f"  {sentence}" for sentence in [chosen_on_validation(context, model)] if sentence),
+        *(f"  {sentence}" for sentence in [chosen_on_validation(trained, model)] if sentence),
         "",
-        f"Everything is in {context.run.output_dir}; its README.md has the figures, and code to use the model.",
+        f"Everything is in {trained.run.output_dir}; its README.md has the figures, and code to use the model.",
         *(["", "Next:"] if commands else []),
         *(f"  {command}" for command in commands),
     ]
 
 
-def next_commands(context: RunContext) -> list[str]:
+def next_commands(trained: Trained) -> list[str]:
     """Return what measures, fine-tunes, embeds and searches; nothing after a stream, which training alone reads."""
-    data, folder, settings = context.data, context.run.output_dir, context.run.settings
+    data, folder, settings = trained.data, trained.run.output_dir, trained.run.settings
     if settings.get("streaming"):
         return []
     commands = [evaluation_command(folder, settings, "test")] if "test" in data.splits else []
-    if context.model.fusion is not None and not any(settings.get(name) for name in SOURCES):
+    if trained.model.fusion is not None and not any(settings.get(name) for name in SOURCES):
         commands.append(launch_command("finetune", ["--model_name_or_path", str(folder)]))
     index = f"{folder.resolve() if folder.name in ('', '..') else folder}-index"
     rows = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples"])

@@ -3,13 +3,15 @@
 import logging
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 
-from mm_utils.arguments import Parsed, read_flat_yaml
+from mm_utils.arguments import Parsed, parse_args, read_flat_yaml
 from mm_utils.command import scripts_folder
 from mm_utils.data.arguments import DataArguments, PathArguments
 from mm_utils.data.media import kind_of
@@ -145,6 +147,15 @@ def recipe_for(given: Parsed) -> Recipe:
     recipe = Recipe(str(_FOLDER / f"{name}.yaml"), _without(given), reason)
     _check_models(recipe, source.title)
     return recipe
+
+
+def parse_with_recipe(*kinds: Any, argv: Sequence[str] | None, doc: str | None) -> tuple[Parsed, Recipe]:
+    """Parse the arguments of a run, with the recipe of pairs of one's own, by the start that is named."""
+    given = parse_args(*kinds, argv=argv, doc=doc)
+    recipe = recipe_for(given)
+    if recipe.path:
+        given = parse_args(*kinds, argv=argv, doc=doc, recipe=recipe.path, without=recipe.without)
+    return given, recipe
 
 
 def _choose(given: Parsed, medium: str, captions: list[str]) -> tuple[str | None, str]:

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class Run:
     """A started run.
 
-    `settings` has all arguments by name; `repository` is that on the Hub which the model is pushed to;
-    `fits_batch`: the command line does not name the size of a batch, so that it is at most all rows.
+    `settings` has all arguments by name; `fits_batch`: the command line does not name the size of a batch, so that it is at most all rows. Features are stored in the
+    datasets cache, or below `feature_root` by a dry run, which leaves none.
     """
 
     name: str
@@ -45,14 +45,8 @@ class Run:
     output_dir: Path
     settings: dict[str, Any]
     args: TrainingArguments
-    repository: str | None = None
     fits_batch: bool = True
-
-    @property
-    def model(self) -> str:
-        """What a card names: the repository on the Hub, or the folder, without those of this machine that it lies in."""
-        folder, here = self.output_dir.resolve(), Path.cwd()
-        return self.repository or str(folder.relative_to(here) if folder.is_relative_to(here) else folder.name)
+    feature_root: Path | None = None
 
     def settled(self, data: TrainingData, has_baseline: bool = False) -> "Run":
         """Return this run with the arguments that depend on the data, and on whether its first weights are a model."""
@@ -90,7 +84,15 @@ def start_run(name: str, given: Parsed) -> Run:
     folder, resume_from = distributed.on_first(begin)
     args = replace(args, output_dir=str(folder), resume_from_checkpoint=resume_from)
     set_seed(args.seed)
-    return Run(name, accelerator, folder, {**settings, **to_dict(args)}, args, fits_batch=fits_batch)
+    return Run(
+        name,
+        accelerator,
+        folder,
+        {**settings, **to_dict(args)},
+        args,
+        fits_batch=fits_batch,
+        feature_root=folder.parent if given.is_trial else None,
+    )
 
 
 def check_vision_device(name: str | None) -> None:

@@ -12,7 +12,6 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl,
 from transformers.trainer_callback import ExportableState
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed
 from mm_utils.training.memory import gpu_use, peak_bytes
 
 logger = logging.getLogger(__name__)
@@ -71,31 +70,6 @@ class CallbackRunner:
         early = [callback for callback in self.callbacks if isinstance(callback, EarlyStoppingCallback)]
         counts = [(each.early_stopping_patience_counter, each.early_stopping_patience) for each in early]
         return max((count for count, patience in counts if count >= patience), default=0)
-
-
-class RunCallback(TrainerCallback):
-    """A callback that also takes part in a run outside of its training loop; any other callback may have these methods too."""
-
-    @classmethod
-    def attach(cls, given: Parsed) -> "RunCallback | None":
-        """Return the callback of a run; None if its flags do not ask for one, or the script lacks them.
-
-        Raises:
-            ValueError: if the flags contradict each other.
-        """
-        return cls()
-
-    def on_start(self, run: Any) -> None:
-        """Change what a `mm_utils.run.callbacks.RunContext` has, before anything is prepared, resumed or trained.
-
-        Called on all ranks, as `on_finish` is.
-        """
-
-    def on_finish(self, run: Any) -> None:
-        """Change or add to what is saved in the output folder; `run.metrics` are those of the saved model."""
-
-    def on_publish(self, run: Any) -> None:
-        """Publish the output folder, which is complete, or end what was open during the run; called on all ranks."""
 
 
 class ProgressBar(TrainerCallback):

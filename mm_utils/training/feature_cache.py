@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,15 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed
 from mm_utils.data.batches.column_cache import SKIPPED, add_weights, column_digest, image_digest, to_arrow
 from mm_utils.data.batches.order import Draw, evaluation_batches
 from mm_utils.data.batches.tokens import fingerprint, pad_captions
 from mm_utils.data.training_data import TrainingData
+from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.model.encoding import length_groups
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives.joint import Objective
 from mm_utils.stored import discard, is_whole, key_of, open_rows, place_of, storing
-from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
 
@@ -42,39 +42,16 @@ Block = tuple[dict[str, tuple[Any, ...]], dict[str, pa.Array]]
 """Some rows: the arguments of `to_arrow` for every column of features, and further columns."""
 
 
-class CacheFeatures(RunCallback):
-    """Run frozen towers once over the training data, and train from their stored output."""
-
-    @classmethod
-    def attach(cls, given: Parsed) -> "CacheFeatures | None":
-        """Return the callback with --cache_features, unless the data are a stream."""
-        if not given["cache_features"]:
-            return None
-        if given["streaming"]:
-            raise ValueError("--cache_features is set; a stream may be larger than the disk. Drop it, or --streaming.")
-        if given["freeze_vision"]:
-            given.refuse(
-                "min_crop_area horizontal_flip", "--cache_features keeps what the vision tower makes of centre squares"
-            )
-        return cls()
-
-    def on_start(self, run: Any) -> None:
-        """Compute the features, or open those that are stored."""
-        from_features = all(getattr(each, "reads_features", False) for each in run.evaluators)
-        splits = [split for split in ("train", *["validation"] * from_features) if split in run.data.splits]
-        rows, work = run.data.num_rows, partial(cache_features, run.data, run.objective)
-        run.timed_pass(rows, rows, partial(work, run.run.accelerator, splits, run.feature_root))
-
-
 def cache_features(
     data: TrainingData,
     objective: Objective,
     accelerator: Accelerator,
-    splits: Sequence[str] = ("train",),
+    evaluators: Sequence[Evaluate] = (),
     root: Path | None = None,
-) -> None:
-    """Put frozen towers' output beside the rows of splits, as `data.features`; it is stored below `root`, or in the datasets cache.
+) -> TrainingData:
+    """Return the data with frozen towers' output beside the rows; it is stored below `root`, or in the datasets cache.
 
+    The rows are those of training and, where all `evaluators` read features, of validation.
     Called on all ranks, before the model is prepared. Rows that are evaluated have image taps too, for a head that re-ranks;
     states of their captions are computed there, for the chosen pairs alone. A classifier reads the same of all rows.
 
@@ -89,29 +66,43 @@ def cache_features(
             "--cache_features is set, and no tower is frozen; only the output of a frozen tower can be kept. Set "
             f"{flags}, or drop --cache_features."
         )
-    for split in splits:
-        found = rows = data.splits[split]
-        batches, trains = evaluation_batches(len(rows), data.eval_batch_size), split == "train"
-        store = partial(stored_features, model=model, batches=batches, accelerator=accelerator, root=root)
-        if "vision" in towers:
-            with_taps = objective.reads_taps or (not trains and objective.reranks and bool(model.voices))
-            head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if with_taps else None
-            depends_on = data.loaders.medium.key, config.vision_pooling, head, fingerprint(rows), image_digest(rows)
-            blocks = _image_features(model, data, rows, batches, with_taps, accelerator)
-            features = store("vision", model.vision_model, depends_on, blocks)
-            if len(skipped := features.data.column(SKIPPED).drop_null()):
-                text = "%d images of the %s split cannot be decoded: %s"
-                logger.warning(text, len(skipped), split, skipped[:3].to_pylist())
-            found = datasets.concatenate_datasets([rows.remove_columns("image"), features], axis=1)
-        if "text" in towers:
-            with_states = objective.reads_pairs and (trains or not objective.reranks)
-            head = config.fusion_text_taps if with_states else None
-            words = config.text_pooling, head, column_digest(rows, "input_ids")
-            blocks = _text_features(model, data, rows, batches, with_states, accelerator)
-            features = store("text", model.text_model, words, blocks)
-            found = datasets.concatenate_datasets([found, features], axis=1)
-        data.features[split] = found
-    vars(data).pop("eval_loader", None)  # it may have been made of the rows before
+    splits, features = ["train"], dict(data.features)
+    if (
+        evaluators
+        and "validation" in data.splits
+        and all(getattr(each, "reads_features", False) for each in evaluators)
+    ):
+        splits.append("validation")
+    with data.timed_pass():
+        for split in splits:
+            found = rows = data.splits[split]
+            batches, trains = evaluation_batches(len(rows), data.eval_batch_size), split == "train"
+            store = partial(stored_features, model=model, batches=batches, accelerator=accelerator, root=root)
+            if "vision" in towers:
+                with_taps = objective.reads_taps or (not trains and objective.reranks and bool(model.voices))
+                head = (config.fusion_vision_taps, config.fusion_tokens_per_tap) if with_taps else None
+                depends_on = (
+                    data.loaders.medium.key,
+                    config.vision_pooling,
+                    head,
+                    fingerprint(rows),
+                    image_digest(rows),
+                )
+                blocks = _image_features(model, data, rows, batches, with_taps, accelerator)
+                stored = store("vision", model.vision_model, depends_on, blocks)
+                if len(skipped := stored.data.column(SKIPPED).drop_null()):
+                    text = "%d images of the %s split cannot be decoded: %s"
+                    logger.warning(text, len(skipped), split, skipped[:3].to_pylist())
+                found = datasets.concatenate_datasets([rows.remove_columns("image"), stored], axis=1)
+            if "text" in towers:
+                with_states = objective.reads_pairs and (trains or not objective.reranks)
+                head = config.fusion_text_taps if with_states else None
+                words = config.text_pooling, head, column_digest(rows, "input_ids")
+                blocks = _text_features(model, data, rows, batches, with_states, accelerator)
+                stored = store("text", model.text_model, words, blocks)
+                found = datasets.concatenate_datasets([found, stored], axis=1)
+            features[split] = found
+    return replace(data, features=features)
 
 
 def stored_features(

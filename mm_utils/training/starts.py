@@ -13,9 +13,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.gained import read_log
 from mm_utils.evaluation.metrics import mean_gain
 from mm_utils.evaluation.reranking import DirectionRanks
-from mm_utils.evaluation.retrieval import in_turn
+from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
 from mm_utils.files import append_rows, write_atomic
 from mm_utils.model.adapt import merged
 from mm_utils.model.encoding import vision_features
@@ -43,8 +44,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     is_trained,
     pool_output,
 )
-from mm_utils.training.arguments import METRICS_FILE
-from mm_utils.training.callbacks import RunCallback
+from mm_utils.training.arguments import METRICS_FILE, TrainingArguments
 from mm_utils.training.class_names import read_classes
 from mm_utils.training.closed_form import ClosedForm, Features, fit
 
@@ -56,59 +56,63 @@ FEWEST_IMAGES = 8  # of the closed form's cross-validation in four parts
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-class ClosedFormStart(RunCallback):
-    """Start new projections between two pretrained towers from closed form, before the first step."""
-
-    def __init__(self, vision_name: str | None):
-        self.vision_name = vision_name
-
-    @classmethod
-    def attach(cls, given: Parsed) -> "ClosedFormStart | None":
-        """Return the callback where new projections join two pretrained towers."""
-        vision, text = (given[f"{tower}_model_name_or_path"] for tower in ("vision", "text"))
-        return cls(vision) if text and (vision or given["model_name_or_path"]) else None
-
-    def has_baseline(self, data: TrainingData) -> bool:
-        """Return whether there are rows enough; a stream has none at hand."""
-        rows = len(data.splits["train"]) if "train" in data.splits else 0
-        return min(rows, IMAGES) >= FEWEST_IMAGES
-
-    def on_start(self, run: Any) -> None:
-        """Fit the projections, unless a checkpoint holds them and nothing is compared with the start."""
-        if (run.resume_from is not None and not run.given["wise_ft"]) or not self.has_baseline(run.data):
-            return
-        rows = min(len(run.data.splits["train"]), IMAGES)
-        work = partial(start_projections, IMAGES, self.vision_name, run.data, run.model, run.run.accelerator)
-        run.timed_pass(rows, IMAGES, work)
+def joins_towers(given: Parsed) -> bool:
+    """Return whether new projections join two pretrained towers."""
+    vision, text = (given[f"{tower}_model_name_or_path"] for tower in ("vision", "text"))
+    return bool(text and (vision or given["model_name_or_path"]))
 
 
-class BlockStart(RunCallback):
-    """Start a whole model between frozen towers from two blocks of one linear map: what it knew, and what the pairs say."""
+def stacks_blocks(given: Parsed) -> bool:
+    """Return whether a pre-training learns nothing but the projections of a whole model."""
+    whole = given["model_name_or_path"] and not given["text_model_name_or_path"]
+    return bool(whole and given["freeze_vision"] and given["freeze_text"] and given["objectives"])
 
-    @classmethod
-    def attach(cls, given: Parsed) -> "BlockStart | None":
-        """Return the callback where a pre-training learns nothing but the projections of a whole model."""
-        whole = given["model_name_or_path"] and not given["text_model_name_or_path"]
-        frozen = given["freeze_vision"] and given["freeze_text"]
-        return cls() if whole and frozen and given["objectives"] else None
 
-    def on_start(self, run: Any) -> None:
-        """Measure the model as it is, fit the second block, and put both into the projections; a checkpoint has them already."""
-        model, rows = run.model, min(run.data.num_rows, IMAGES)
-        if not can_stack(model) or run.given["streaming"] or rows < FEWEST_IMAGES:
-            return
-        if run.resume_from is not None and not run.given["wise_ft"]:
-            stored = json.loads((run.resume_from / "config.json").read_text(encoding="utf-8"))
-            if any(stored[name] != getattr(model.config, name) for name in ("projection_dim", "dual_encoder_type")):
-                widen(model, stored["projection_dim"])
-            return
-        accelerator = run.run.accelerator
-        if run.resume_from is None and run.data.eval_loader is not None:
-            model.to(accelerator.device).eval()
-            metrics = in_turn(*run.evaluators)(model, run.data.evaluation("validation"), accelerator)
-            before = {"step": 0, **{f"eval_{name}": value for name, value in metrics.items()}}
-            distributed.on_first(partial(append_rows, run.run.output_dir / METRICS_FILE, [before]))
-        run.timed_pass(rows, IMAGES, partial(start_blocks, IMAGES, run.data, model, accelerator))
+def has_baseline(given: Parsed, data: TrainingData) -> bool:
+    """Return whether the weights before the first step of a pre-training are a model: a whole one, or one in closed form."""
+    if not given["objectives"]:
+        return False
+    whole = given["model_name_or_path"] is not None and given["text_model_name_or_path"] is None
+    return whole or (joins_towers(given) and has_sample(data))
+
+
+def has_sample(data: TrainingData) -> bool:
+    """Return whether there are rows enough for a closed form; a stream has none at hand."""
+    return "train" in data.splits and len(data.splits["train"]) >= FEWEST_IMAGES
+
+
+def initialise(
+    model: FusionDualEncoderModel,
+    data: TrainingData,
+    given: Parsed,
+    evaluators: Sequence[Evaluate],
+    resume_from: Path | None,
+    output_dir: Path,
+    accelerator: Accelerator,
+) -> None:
+    """Start projections from closed form where two towers are joined, or a whole model between frozen towers is fitted to pairs.
+
+    A checkpoint has them already, but weights are interpolated with those of the start. The whole model is measured before.
+    """
+    resumes = resume_from is not None and not given["wise_ft"]
+    if joins_towers(given) and has_sample(data) and not resumes:
+        with data.timed_pass(IMAGES):
+            start_projections(IMAGES, given["vision_model_name_or_path"], data, model, accelerator)
+    if not (stacks_blocks(given) and has_sample(data) and can_stack(model)):
+        return
+    if resumes:
+        assert resume_from is not None
+        stored = json.loads((resume_from / "config.json").read_text(encoding="utf-8"))
+        if any(stored[name] != getattr(model.config, name) for name in ("projection_dim", "dual_encoder_type")):
+            widen(model, stored["projection_dim"])
+        return
+    if resume_from is None and data.eval_loader is not None:
+        model.to(accelerator.device).eval()  # type: ignore[arg-type]
+        metrics = in_turn(*evaluators)(model, data.evaluation("validation"), accelerator)
+        before = {"step": 0, **{f"eval_{name}": value for name, value in metrics.items()}}
+        distributed.on_first(partial(append_rows, output_dir / METRICS_FILE, [before]))
+    with data.timed_pass(IMAGES):
+        start_blocks(IMAGES, data, model, accelerator)
 
 
 def can_stack(model: FusionDualEncoderModel) -> bool:
@@ -303,70 +307,59 @@ def write_projections(model: FusionDualEncoderModel, found: ClosedForm) -> None:
         model.logit_scale.fill_(math.log(found.scale))
 
 
-class WiseFT(RunCallback):
-    """Keep the weights of the start, and save the best between them and those of the end."""
+def interpolate_weights(
+    start: Mapping[str, Tensor],
+    model: Any,
+    data: TrainingData,
+    evaluators: Sequence[Evaluate],
+    args: TrainingArguments,
+    accelerator: Accelerator,
+    retrieval: RetrievalEvaluator | None = None,
+) -> tuple[Any, dict[str, float]]:
+    """Measure weights between those of the start and the saved ones; save those of `nearest_to_start`, and `wise_ft.json`.
 
-    @classmethod
-    def attach(cls, given: Parsed) -> "WiseFT | None":
-        """Return the callback with --wise_ft, where a run starts from a model."""
-        if not given["wise_ft"]:
-            return None
-        joins = given["vision_model_name_or_path"] and given["text_model_name_or_path"]
-        if not (given["model_name_or_path"] or (joins and not given["streaming"])):
-            raise ValueError(
-                "--wise_ft is set; the run does not start from a model that could be forgotten. Give --model_name_or_path, or "
-                "--vision_model_name_or_path and --text_model_name_or_path without --streaming, or drop --wise_ft."
-            )
-        return cls()
+    The run's metric chooses, after re-ranking where that is measured. Alpha 0 is the evaluation before training. Returned are
+    the model and its metrics. `retrieval` is that of `evaluators` in a pre-training.
+    """
+    folder = Path(args.output_dir or ".")
+    model = type(model).from_pretrained(folder).to(accelerator.device).eval()
+    end = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    loader, measured = data.evaluation("validation"), dict[float, dict[str, float]]()
+    ranks = dict[float, dict[str, DirectionRanks]]()
 
-    def on_start(self, run: Any) -> None:
-        """Copy the weights; they are measured as alpha 0 at the end."""
-        self.start = weights_of_start(run.model, run.objective.added)
+    def measure(alpha: float) -> dict[str, float]:
+        model.load_state_dict(interpolate(start, end, alpha))
+        return in_turn(*evaluators)(model, loader, accelerator)
 
-    def on_finish(self, run: Any) -> None:
-        """Measure weights between those of the start and the end; save those of `nearest_to_start`, and `wise_ft.json`.
+    metric = args.metric_for_best_model
+    for alpha in ALPHAS:
+        measured[alpha] = measure(alpha)
+        metric = f"rerank_{metric}" if f"rerank_{metric}" in measured[alpha] else metric
+        logger.info("alpha %.2f: %s %.4f", alpha, metric, measured[alpha][metric])
+        if retrieval is not None:
+            ranks[alpha] = dict(retrieval.directions)
+    is_first = not read_log(folder / METRICS_FILE, f"eval_{args.metric_for_best_model}")[0]
+    if retrieval is not None and is_first:
+        retrieval.first = {name: each.best_Q for name, each in ranks[0.0].items()}
+    sign = 1 if args.greater_is_better else -1
+    chosen = nearest_to_start({alpha: sign * found[metric] for alpha, found in measured.items()}, ranks, metric)
+    measure(chosen)  # so that the evaluator holds the predictions of the chosen weights
+    rows = [{"alpha": alpha, **metrics} for alpha, metrics in measured.items()]
+    logged = [{"step": 0, **{f"eval_{name}": value for name, value in measured[0.0].items()}}]
+    if chosen == 0:
+        logged.append({"step": 0, "saved_step": 0})
+    report = {"metric": metric, "saved_alpha": chosen, "measured": rows}
 
-        The run's metric chooses, after re-ranking where that is measured. Alpha 0 is the evaluation before training.
-        """
-        folder, args = run.run.output_dir, run.run.args
-        run.model = model = type(run.model).from_pretrained(folder).to(run.run.accelerator.device).eval()
-        end = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        loader, measured = run.data.evaluation("validation"), dict[float, dict[str, float]]()
-        ranks, retrieval = dict[float, dict[str, DirectionRanks]](), run.retrieval
+    def write() -> None:
+        if retrieval is None:
+            model.save_pretrained(folder)
+        else:
+            write_model(folder, model, data.processor)
+        write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
+        append_rows(folder / METRICS_FILE, logged)
 
-        def measure(alpha: float) -> dict[str, float]:
-            model.load_state_dict(interpolate(self.start, end, alpha))
-            return in_turn(*run.evaluators)(model, loader, run.run.accelerator)
-
-        metric = args.metric_for_best_model
-        for alpha in ALPHAS:
-            measured[alpha] = measure(alpha)
-            metric = f"rerank_{metric}" if f"rerank_{metric}" in measured[alpha] else metric
-            logger.info("alpha %.2f: %s %.4f", alpha, metric, measured[alpha][metric])
-            if retrieval is not None:
-                ranks[alpha] = dict(retrieval.directions)
-        is_first = not read_log(folder / METRICS_FILE, f"eval_{args.metric_for_best_model}")[0]
-        if retrieval is not None and is_first:
-            retrieval.first = {name: each.best_Q for name, each in ranks[0.0].items()}
-        sign = 1 if args.greater_is_better else -1
-        chosen = nearest_to_start({alpha: sign * found[metric] for alpha, found in measured.items()}, ranks, metric)
-        measure(chosen)  # so that the evaluator holds the predictions of the chosen weights
-        rows = [{"alpha": alpha, **metrics} for alpha, metrics in measured.items()]
-        logged = [{"step": 0, **{f"eval_{name}": value for name, value in measured[0.0].items()}}]
-        if chosen == 0:
-            logged.append({"step": 0, "saved_step": 0})
-        report = {"metric": metric, "saved_alpha": chosen, "measured": rows}
-
-        def write() -> None:
-            retrieves = run.run.name == "pretrain"
-            write_model(folder, model, run.data.processor) if retrieves else model.save_pretrained(folder)
-            write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
-            append_rows(folder / METRICS_FILE, logged)
-
-        distributed.on_first(write)
-        run.metrics = {f"eval_{name}": value for name, value in measured[chosen].items()} | {
-            "eval_wise_ft_alpha": chosen
-        }
+    distributed.on_first(write)
+    return model, {f"eval_{name}": value for name, value in measured[chosen].items()} | {"eval_wise_ft_alpha": chosen}
 
 
 def nearest_to_start(

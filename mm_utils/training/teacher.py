@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +12,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from mm_utils.arguments import Parsed
 from mm_utils.data.batches.column_cache import column_digest, image_digest
 from mm_utils.data.batches.order import Draw, evaluation_batches
 from mm_utils.data.batches.tokens import fingerprint, tokenizer_digest
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
-from mm_utils.model.build import check_model, open_model
+from mm_utils.data.training_data import TrainingData
+from mm_utils.model.build import open_model
 from mm_utils.model.reading import UnreadableError
 from mm_utils.objectives.contrastive import Distillation
-from mm_utils.training.callbacks import RunCallback
 from mm_utils.training.feature_cache import Block, stored_features, weights_digest
 
 FLAG = "--teacher_name_or_path"
@@ -83,49 +82,38 @@ def _embeddings(
             yield {"teacher_image": (image_nE,), "teacher_text": (text_tE, counts)}, {}
 
 
-class CacheTeacher(RunCallback):
-    """Embed the training data with the teacher of `distillation`, or open what is stored; a resumed run must have the same."""
+def distill(
+    data: TrainingData, objective: Any, name: str | None, accelerator: Accelerator, root: Path | None = None
+) -> TrainingData:
+    """Return the data with the embeddings of a teacher, where one is named, beside the training rows, for `distillation`, which takes its scale.
 
-    def __init__(self, name: str):
-        self.name = name
+    They are stored as those of `cache_features` are. A resumed run must have the same teacher.
 
-    @classmethod
-    def attach(cls, given: Parsed) -> "CacheTeacher | None":
-        """Return the callback of a teacher that exists."""
-        if (name := given[FLAG.removeprefix("--")]) is None:
-            return None
-        if not name.startswith("st:"):
-            check_model(name, FLAG)  # complains before the data are loaded
-        return cls(name)
-
-    def on_start(self, run: Any) -> None:
-        """Put the embeddings beside the training rows, and the teacher's scale into the term."""
-        run.timed_pass(run.data.num_rows, run.data.num_rows, partial(self.embed, run))
-
-    def embed(self, run: Any) -> None:
-        """Embed the training rows, as `on_start` says."""
-        data, teacher = run.data, Teacher(self.name)
-        kind = "image" if teacher.medium is None else teacher.model.config.medium
-        if data.medium != kind:
-            raise ValueError(
-                f"{FLAG} is {self.name}; it embeds {kind}s, and the data are {data.medium}s. Give another."
-            )
-        rows, accelerator = data.splits["train"], run.run.accelerator
-        batches = evaluation_batches(len(rows), data.eval_batch_size)
-        depends_on = image_digest(rows), column_digest(rows, "captions"), fingerprint(rows)
-        blocks = _embeddings(teacher, rows, batches, accelerator)
+    Raises:
+        ValueError: if it is of other media.
+    """
+    if name is None:
+        return data
+    teacher = Teacher(name)
+    kind = "image" if teacher.medium is None else teacher.model.config.medium
+    if data.medium != kind:
+        raise ValueError(f"{FLAG} is {name}; it embeds {kind}s, and the data are {data.medium}s. Give another.")
+    rows = data.splits["train"]
+    batches = evaluation_batches(len(rows), data.eval_batch_size)
+    with data.timed_pass():
         embeddings = stored_features(
-            *("teacher", teacher, depends_on, blocks),
-            **{
-                "model": teacher,
-                "batches": batches,
-                "accelerator": accelerator,
-                "flag": FLAG,
-                "root": run.feature_root,
-            },
+            "teacher",
+            teacher,
+            (image_digest(rows), column_digest(rows, "captions"), fingerprint(rows)),
+            _embeddings(teacher, rows, batches, accelerator),
+            model=teacher,
+            batches=batches,
+            accelerator=accelerator,
+            flag=FLAG,
+            root=root,
         )
-        data.features["train"] = datasets.concatenate_datasets([data.rows("train"), embeddings], axis=1)
-        data.identity["teacher"] = weights_digest(teacher)
-        for term in run.objective.weights:
-            if isinstance(term, Distillation):
-                term.scale = teacher.scale
+    for term in objective.weights:
+        if isinstance(term, Distillation):
+            term.scale = teacher.scale
+    features = {**data.features, "train": datasets.concatenate_datasets([data.rows("train"), embeddings], axis=1)}
+    return replace(data, features=features, identity={**data.identity, "teacher": weights_digest(teacher)})

@@ -2,55 +2,54 @@
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mm_utils.arguments import Parsed
+from mm_utils import distributed
 from mm_utils.text import one_line, without_secrets
-from mm_utils.training.callbacks import RunCallback
 
 logger = logging.getLogger(__name__)
 
 
-class Tracking(RunCallback):
-    """The trackers of one run, on the main process. What they do not take is in `metrics.jsonl`."""
+def tracker_names(report_to: str | None) -> list[str]:
+    """Return the trackers that --report_to names.
 
-    def __init__(self, names: Sequence[str]):
-        self.names, self.trackers, self.failed = names, list[GeneralTracker](), set[str]()
+    Raises:
+        ValueError: if one is not installed.
+    """
+    words = map(str.strip, (report_to or "").split(","))
+    names = [word for word in words if word not in ("", "none")]
+    installed = [tracker.value for tracker in get_available_trackers()]
+    if not set(names) <= set(installed):
+        raise ValueError(
+            f"--report_to is {report_to}; installed are {', '.join(installed) or 'none'}. Install it with pip."
+        )
+    return names
 
-    @classmethod
-    def attach(cls, given: Parsed) -> "Tracking | None":
-        """Return the callback with --report_to."""
-        words = map(str.strip, (given["report_to"] or "").split(","))
-        names = [word for word in words if word not in ("", "none")]
-        installed = [tracker.value for tracker in get_available_trackers()]
-        if not set(names) <= set(installed):
-            raise ValueError(
-                f"--report_to is {given['report_to']}; installed are {', '.join(installed) or 'none'}. Install it with pip."
-            )
-        return cls(names) if names else None
 
-    def on_start(self, run: Any) -> None:
-        """Start the trackers."""
-        if not run.run.accelerator.is_main_process:
-            return
-        given = {name: value for name, value in without_secrets(run.run.settings).items() if value is not None}
+class Tracking(TrainerCallback):
+    """The trackers of a run's main process, which begin at once. What they do not take is in `metrics.jsonl`."""
+
+    def __init__(self, report_to: str | None, run: str, output_dir: Path, settings: Mapping[str, Any]):
+        self.trackers, self.failed = list[GeneralTracker](), set[str]()
+        given = {name: value for name, value in without_secrets(settings).items() if value is not None}
         plain = (bool, int, float, str)
         config = {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}
 
         def start(name: str) -> None:
             kind = LOGGER_TYPE_TO_CLASS[name]
-            tracker = kind(run.run.name, *[str(run.run.output_dir)] if kind.requires_logging_directory else [])
+            tracker = kind(run, *[str(output_dir)] if kind.requires_logging_directory else [])
             tracker.start()
             self.trackers.append(tracker)
             tracker.store_init_configuration(config)
 
         words = sys.argv[1:]
         del sys.argv[1:]  # some trackers publish them
-        for name in self.names:
+        for name in tracker_names(report_to) if distributed.rank() == 0 else ():
             self._try(name, start, name)
         sys.argv += words
 
@@ -64,7 +63,7 @@ class Tracking(RunCallback):
         for tracker in self.trackers:
             self._try(tracker.name, tracker.log, values, state.global_step)
 
-    def on_publish(self, run: Any) -> None:
+    def finish(self) -> None:
         """End the trackers."""
         for tracker in self.trackers:
             self._try(tracker.name, tracker.finish)

@@ -11,12 +11,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed
 from mm_utils.training.arguments import OptimizerArguments
-from mm_utils.training.callbacks import RunCallback
 from mm_utils.training.optim import warmup_steps
 
 logger = logging.getLogger(__name__)
@@ -34,16 +32,11 @@ def chance_loss(pairs: int, sigmoid: bool) -> float:
     return math.log(pairs) + ((pairs - 1) * math.log(pairs / (pairs - 1)) if sigmoid else 0.0)
 
 
-class CollapseWarning(RunCallback):
+class CollapseWarning(TrainerCallback):
     """Read the log, and warn once for each cause: a contrastive loss that stays at chance after warm-up, and a zero gradient."""
 
     def __init__(self, optimizer_args: OptimizerArguments):
         self.optimizer_args = optimizer_args
-
-    @classmethod
-    def attach(cls, given: Parsed) -> "CollapseWarning | None":
-        """Return the callback of any pre-training."""
-        return None if given["objectives"] is None else cls(given[OptimizerArguments])
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Forget an earlier run; read a resumed one's log, and log again what still holds."""

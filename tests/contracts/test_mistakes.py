@@ -100,7 +100,7 @@ def test_every_number_has_a_least_and_a_most(
         raise SystemExit("seen")
 
     script = importlib.import_module(f"scripts.{name}")
-    monkeypatch.setattr(script, "parse_args", refuses)
+    monkeypatch.setattr(script, "parse_with_recipe" if name == "pretrain" else "parse_args", refuses)
     with pytest.raises(SystemExit, match="seen"):
         script.main([])
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 
 from mm_utils.run import flags
-from mm_utils.training import teacher
 
 
 class Command(NamedTuple):
@@ -37,7 +36,7 @@ def parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr("mm_utils.run.recipes.sources_of", lambda _: [])  # the tests have not the data
-        for place in (module, flags, teacher):
+        for place in (module, flags):
             if hasattr(place, "check_model"):
                 patch.setattr(place, "check_model", lambda *_: None)
         if hasattr(module, "start_run"):

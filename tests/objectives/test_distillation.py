@@ -1,7 +1,6 @@
 """A teacher's embeddings: read in training as it returns them, computed once, part of what a run is."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.contrastive import Distillation
 from mm_utils.objectives.joint import JointObjective
 from mm_utils.training.feature_cache import cache_features
-from mm_utils.training.teacher import CacheTeacher
+from mm_utils.training.teacher import distill
 from scripts import pretrain
 from tests.kit.numbered_rows import SIZE, new_tokenizer, rows_of, training_data
 from tests.kit.processes import losses, weights
@@ -47,9 +46,8 @@ def opened(teacher: str, **fields: Any) -> tuple[TrainingData, float | None]:
     """The data with the teacher's embeddings, and its scale, as the term gets it."""
     data, objective = student(teacher, **fields)
     if fields:
-        cache_features(data, objective, Accelerator(cpu=True))
-    run = SimpleNamespace(accelerator=Accelerator(cpu=True))
-    CacheTeacher(teacher).embed(SimpleNamespace(data=data, objective=objective, run=run, feature_root=None))
+        data = cache_features(data, objective, Accelerator(cpu=True))
+    data = distill(data, objective, teacher, Accelerator(cpu=True))
     [scale] = [term.scale for term in objective.weights if isinstance(term, Distillation)]
     return data, scale
 

@@ -34,17 +34,20 @@ SECONDS = 10.0
 
 
 class Act(TrainerCallback):
-    """Does something once, at an event of step 2 or after the last step."""
+    """Does something once, at an event of a step, or `after` the run."""
 
-    def __init__(self, event: str, deed: Callable[[], Any]):
-        self.deed, self.done = deed, False
+    def __init__(self, event: str, deed: Callable[[], Any], step: int = 2):
+        self.deed, self.step, self.done = deed, step, False
         setattr(self, event, self._act)
 
     def _act(self, *given: Any, **kwargs: Any) -> None:
-        if not self.done and (len(given) == 1 or given[1].global_step == 2):
+        if not self.done and (not given or given[1].global_step == self.step):
             self.done = True
             print("it begins", time.time(), file=sys.stderr, flush=True)
             self.deed()
+
+    def after(self) -> None:
+        pass
 
 
 def raises(error: BaseException) -> None:
@@ -126,6 +129,7 @@ def pretrain(flags: list[str], workers: int, act: Act, before: Callable[[], Any]
     if before:
         before()
     scripts.pretrain.main([*flags, "--dataloader_num_workers", str(workers)], callbacks=[act])
+    act.after()
 
 
 STOPPED = "Stopped by a signal after step 2. Resume: "
@@ -135,7 +139,7 @@ WAYS: dict[str, tuple[Act, int, str]] = {
     "mistake": (Act("on_evaluate", partial(raises, ValueError("a mistake"))), 1, "in raises"),
     "refusal": (Act("on_train_begin", partial(raises, RunError("a is b; c."))), 1, "ERROR a is b; c."),
     "a thread that stays": (
-        Act("on_publish", start_thread),
+        Act("after", start_thread),
         0,
         "mine still runs and is ended now",
     ),
@@ -154,7 +158,7 @@ WAYS: dict[str, tuple[Act, int, str]] = {
     "SIGTERM": (Act("on_step_end", partial(signals, signal.SIGTERM)), 143, STOPPED),
     "SIGINT while a checkpoint is written": (Act("on_save_begin", partial(signals, signal.SIGINT)), 130, STOPPED),
     "SIGTERM between stages": (Act("on_train_end", partial(signals, signal.SIGTERM)), 143, AFTER),
-    "SIGINT at the end": (Act("on_publish", partial(signals, signal.SIGINT)), 130, AFTER),
+    "SIGINT at the end": (Act("on_train_end", partial(signals, signal.SIGINT), step=4), 130, AFTER),
 }
 
 

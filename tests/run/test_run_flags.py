@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from mm_utils.arguments import parse_args, read_flat_yaml
 from mm_utils.distributed import RunError
 from mm_utils.run import flags, recipes
-from mm_utils.run.callbacks import attach
 from mm_utils.run.script import explained, run_script
 from scripts import embed, finetune, pretrain, search
 from tests.kit.processes import ROOT
@@ -65,7 +64,6 @@ UNREAD = r"^--{} is .*, and it would have no effect\. Drop it\.$"
 def check(words: list[str]) -> None:
     given = parse_args(*KINDS["pretrain"], argv=words)
     flags.check_flags(given)
-    attach(given)
 
 
 @pytest.mark.parametrize(("unread", "settings", "read"), RULES)
@@ -77,8 +75,7 @@ def test_unread_flags_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for each in ("mm_utils.run.flags.check_model", "mm_utils.training.teacher.check_model"):
-        monkeypatch.setattr(each, lambda *_: None)
+    monkeypatch.setattr("mm_utils.run.flags.check_model", lambda *_: None)
     check(unread.split())
     for setting in settings.split():
         name, _, value = setting.partition("=")

@@ -155,13 +155,11 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: installed)
 
     def run(**settings: Any) -> None:
-        tracking, main = Tracking(["wandb", "tensorboard"]), SimpleNamespace(is_main_process=True)
-        given = SimpleNamespace(accelerator=main, name="pretrain", settings=settings, output_dir=tmp_path)
-        tracking.on_start(SimpleNamespace(run=given))
+        tracking = Tracking("wandb,tensorboard", "pretrain", tmp_path, settings)
         for step in range(1, 4):
             logs = {"step": step, "loss": 0.5, "eval_mean_recall": 0.25}
             tracking.on_log(None, TrainerState(global_step=step), TrainerControl(), logs=logs)
-        tracking.on_publish(None)
+        tracking.finish()
 
     return run
 

@@ -49,8 +49,7 @@ def frozen(
 
 def cached(rows: Dataset, objective: Objective, **changes: Any) -> Dataset:
     data = training_data(rows, **changes)
-    cache_features(data, objective, Accelerator())
-    return data.features["train"]
+    return cache_features(data, objective, Accelerator()).features["train"]
 
 
 def stores(folder: Path) -> set[str]:

@@ -34,7 +34,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
 from mm_utils.model.processor import load_processor, load_processor_of
 from mm_utils.model.stock import stock_processor, to_dual_encoder
 from mm_utils.objectives.build import build_objective
-from tests.kit.models import LAYERS, TEXT, TOWERS, VISION, Batch, batch_for, build
+from tests.kit.models import EMBEDS, LAYERS, TEXT, TOWERS, VISION, Batch, batch_for, build, outputs
 from tests.kit.stock_folders import (
     KINDS,
     TEXTS,
@@ -61,8 +61,6 @@ REASONS = {  # why `VisionTextDualEncoderModel` cannot be written
     "resnet": "one pooled vector per image", "distilbert": NO_POOLER, "modernbert": NO_POOLER, "electra": NO_POOLER,
     "deberta": NO_POOLER, "clips": "reads images, and this model clips", "sounds": "reads images, and this model sounds",
 }  # fmt: skip
-EMBEDS = ("image_embeds", "text_embeds")
-OUTPUTS = (*EMBEDS, "match_logits")
 NO_TOKENIZER: Any = None
 Made = Callable[[str], tuple[FusionDualEncoderModel, Batch]]
 
@@ -97,12 +95,6 @@ def made(start: Callable[[str], str]) -> Made:
         return model.eval(), batch
 
     return make
-
-
-@torch.no_grad()
-def outputs(model: nn.Module, batch: Batch, names: tuple[str, ...] = OUTPUTS) -> dict[str, Tensor]:
-    output = model(**batch)
-    return {name: output[name] for name in names}
 
 
 @pytest.fixture(scope="module")

@@ -138,6 +138,18 @@ def batch_for(model: FusionDualEncoderModel, lengths: tuple[int, ...] = (7, 3, 5
     return {"input_ids": ids, "pixel_values": pixels, "attention_mask": (position < length).long()}
 
 
+EMBEDS = ("image_embeds", "text_embeds")
+
+
+@torch.no_grad()
+def outputs(
+    model: torch.nn.Module, batch: Batch, names: tuple[str, ...] = (*EMBEDS, "match_logits")
+) -> dict[str, Tensor]:
+    """What a model returns of a batch, by name."""
+    output = model(**batch)
+    return {name: output[name] for name in names}
+
+
 LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 WAVES = {**LAYERS, "conv_dim": [8, 8], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_feat_extract_layers": 2,
          "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}  # fmt: skip

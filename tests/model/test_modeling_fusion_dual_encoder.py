@@ -17,16 +17,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     vision_tower,
 )
 from mm_utils.model.stock import to_dual_encoder
-from tests.kit.models import LAYERS, TEXT, TOWERS, VISION, Batch, backbone, batch_for, build
-
-EMBEDS = ("image_embeds", "text_embeds")
-OUTPUTS = (*EMBEDS, "match_logits")
-
-
-@torch.no_grad()
-def outputs(model: torch.nn.Module, batch: Batch, names: tuple[str, ...] = OUTPUTS) -> dict[str, Tensor]:
-    output = model(**batch)
-    return {name: output[name] for name in names}
+from tests.kit.models import EMBEDS, LAYERS, TEXT, TOWERS, VISION, backbone, batch_for, build, outputs
 
 
 # The stock class

@@ -67,12 +67,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 4. Evaluate.
     evaluator = ZeroShotEvaluator(images, processor.tokenizer, loader_args.max_seq_length, zero_shot_args)
     loader = loaders.evaluation(images.rows, EVALUATION_BATCH)
-    metrics = evaluator(accelerator.unwrap_model(accelerator.prepare(model)), loader, accelerator)
+    metrics, guesses = evaluator(accelerator.unwrap_model(accelerator.prepare(model)), loader, accelerator)
 
     # 5. Report.
     report_metrics(accelerator, accuracy_lines(metrics), metrics, args.output_dir, images.split)
     if folder := args.output_dir:
-        distributed.on_first(lambda: report_classes(evaluator.guesses, images.classes, folder))
+        distributed.on_first(lambda: report_classes(guesses, images.classes, folder))
     accelerator.end_training()
     return metrics
 

@@ -79,11 +79,15 @@ class ZeroShotEvaluator:
         for said in unread(tokenizer, texts, max_seq_length, "The texts of the classes"):
             logger.warning("%s", said)
         self.tokens = pad_captions(encode_captions(tokenizer, texts, max_seq_length), tokenizer.pad_token_id)
-        self.guesses = torch.empty(0, 2, dtype=torch.long)  # class and predicted class of every row that could be read
 
     @torch.no_grad()
-    def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
-        """Classify the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""
+    def __call__(
+        self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator
+    ) -> tuple[dict[str, float], Tensor]:
+        """Classify the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`.
+
+        Returned are the metrics, and class and predicted class of every row that could be read, `[M, 2]`.
+        """
         embeds_CE = self._embed_classes(model, accelerator)
         label_M = self.images.label_M.to(accelerator.device)
 
@@ -95,8 +99,8 @@ class ZeroShotEvaluator:
             return [label_b, *rank_and_guess(image_bE.float() @ embeds_CE.T, label_b)]
 
         _, label_M, rank_M, guess_M = gather_rows(loader, accelerator, classify, 4).cpu()
-        self.guesses = torch.stack([label_M, guess_M], 1)
-        return accuracy_metrics(label_M, rank_M, len(self.images.classes))
+        metrics = accuracy_metrics(label_M, rank_M, len(self.images.classes))
+        return metrics, torch.stack([label_M, guess_M], 1)
 
     def _embed_classes(self, model: FusionDualEncoderModel, accelerator: Accelerator) -> Tensor:
         """Embed all texts, on each rank; return the unit embeddings of the classes `[C, E]`."""

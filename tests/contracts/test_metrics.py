@@ -167,11 +167,11 @@ def by_names(case: Case) -> tuple[Figures, Figures]:
     evaluator = ZeroShotEvaluator(images, TOKENIZER, 32, ZeroShotArguments(templates=TEMPLATES))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_shot, "TEXTS", 4)
-        found = evaluator(model, model.batches, ACCELERATOR)
+        found, guesses = evaluator(model, model.batches, ACCELERATOR)
     label = model.label[case.readable]
     hits = torch.eye(len(CLASSES))[model.label[case.readable]].bool()
     ranks = [row.index(True) + 1 for row in lists_by_sorting(model.cosine[case.readable], hits)]
-    guess = evaluator.guesses[:, 1].tolist()
+    guess = guesses[:, 1].tolist()
     assert [one == right for one, right in zip(guess, label.tolist(), strict=True)] == [rank == 1 for rank in ranks]
     first = torch.tensor(ranks) == 1
     low, high = wilson_interval(int(first.sum()), len(ranks))

@@ -45,6 +45,10 @@ _NAMES_HERE = {  # of flags that other trainers call otherwise, where letters th
     "patience": "early_stopping_patience",
     "resume": "resume_from_checkpoint",
     "train_data": "train_file",
+    "lock_image": "freeze_vision",
+    "lock_text": "freeze_text",
+    "siglip": "objectives",
+    **dict.fromkeys(("model", "pretrained"), "model_name_or_path"),
 }
 _LAUNCHED = {"bf16", "fp16", "precision", "mixed_precision"}
 _PREPARED = {"validation_fraction", "test_fraction"}

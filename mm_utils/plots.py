@@ -167,6 +167,11 @@ def _figure(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") if value >= 0.1 else f"{value:.3f}"
 
 
+def _interval(gain: "Gain") -> str:
+    """Format what is saved, with its interval if it has one."""
+    return _figure(gain.after) + f" ± {_figure(gain.half)}" * (gain.half > 0)
+
+
 def _draw_lines(ax: Axes, series: dict[str, Points], labels: dict[str, str]) -> list[tuple[float, str, str]]:
     """Draw a line for each name, of many values their running mean; return the last values, with their labels and colours."""
     ends = []
@@ -212,11 +217,14 @@ def _draw_judged(ax: Axes, series: dict[str, Points], labels: dict[str, str], ga
     last = max(steps[-1] for steps, _ in series.values())
     if gain:
         step = last if gain.saved_step is None else gain.saved_step
-        ax.errorbar(step, gain.after, gain.half, fmt="o", color=INK, markersize=8, markerfacecolor="none", capsize=4)
+        up = min(gain.half, 1 - gain.after)
+        ax.errorbar(
+            step, gain.after, [[gain.half], [up]], fmt="o", color=INK, markersize=8, markerfacecolor="none", capsize=4
+        )
         side = "left" if step < last / 2 else "right"
-        ax.annotate(f"saved: {_figure(gain.after)} ± {_figure(gain.half)}", (step, gain.after + gain.half), (0, 6),
+        ax.annotate(f"saved: {_interval(gain)}", (step, gain.after + up), (0, 6),
                     textcoords="offset points", ha=side, va="bottom", fontsize=9.5, color=INK)  # fmt: skip
-    ax.set_ylim(0, 1.15 * max(ax.get_ylim()[1], gain.after + gain.half if gain else 0))
+    ax.set_ylim(0, min(1.1, 1.15 * max(ax.get_ylim()[1], gain.after + gain.half if gain else 0)))
     _label_ends(ax, ends)
 
 
@@ -230,7 +238,7 @@ def _draw_bars(ax: Axes, series: dict[str, Points], labels: dict[str, str], gain
     reach = list(values)
     if gain:  # the last bar is that of what is saved
         ax.errorbar(values[-1], len(bars) - 1, xerr=gain.half, color=INK, capsize=4)
-        labels_of[-1] += f" ± {_figure(gain.half)}"
+        labels_of[-1] = _interval(gain)
         reach[-1] += gain.half
     for place, (value, label) in enumerate(zip(reach, labels_of, strict=True)):
         ax.text(value, place, f"  {label}", va="center", fontsize=9.5, color=INK)
@@ -273,7 +281,7 @@ def draw_retrieval(queries: list[RetrievalExample], out_path: Path, about: str =
             _draw_image(ax, image, f"{score:.2f}" + "  ✓" * hit, is_own=hit)
         if query.own is not None:
             _draw_image(figure.add_subplot(grid[row, 6]), query.own, "the right one", is_own=True)
-    figure.supxlabel(about, x=0.01, ha="left", fontsize=8.5, color=MUTED)
+    figure.supxlabel(wrap(about, 150, 3), x=0.01, ha="left", fontsize=8.5, color=MUTED)
     save_figure(figure, out_path)
 
 

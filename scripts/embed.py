@@ -138,4 +138,4 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, "What was written is kept: the same command goes on there.")

@@ -176,4 +176,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    run_script(main)
+    run_script(main, "The index is as it was.")

@@ -105,6 +105,8 @@ def test_flags_of_other_trainers_are_answered_with_ours(capsys: pytest.CaptureFi
         "gradient_accumulation_steps accum_freq": "'--micro_batch_size' here",
         "workers num_workers": "'--dataloader_num_workers' here",
         "epochs": "'--num_train_epochs' here",
+        "lock-image": "'--freeze_vision' here",
+        "pretrained": "'--model_name_or_path' here",
         "lr": "'--learning_rate' here",
         "patience": "'--early_stopping_patience' here",
         "resume": "'--resume_from_checkpoint' here",

@@ -126,7 +126,7 @@ def recall_gained(
     if apart < min(images, FEW_GROUPS):
         left = f"{apart} independent group{'s' * (apart > 1)} of {images:,} {medium}s"
         half = 0.0
-        note = f"recall says nothing of what was learnt: equal captions leave {left}."
+        note = f"recall has no interval: equal captions leave {left}. Measure on more."
     elif too_few(images, medium):  # the summary says so
         note = f"{figure} {recall:.3f} ± {half:.3f}, by chance {by_chance:.3f}."
     starts, saved_step = read_log(log, "eval_mean_recall")

@@ -345,6 +345,9 @@ def along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
     return tokens.unflatten(2, (steps, places)).transpose(2, 3)
 
 
+FRAMES_AT_ONCE = 128  # frames in one pass without gradient
+
+
 class FramesTower(nn.Module):
     """An image backbone over the frames of a clip, as many as there are, and two layers over time.
 
@@ -374,8 +377,14 @@ class FramesTower(nn.Module):
         """Read clips `[B, T, 3, H, W]`; the hidden states are the backbone's, `[B, C, places, T]`, and a last `[B, C, 1, T]`."""
         clips, steps = pixel_values.shape[:2]
         images = pixel_values.flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
-        frames = self.look_over_time(pool_output(output, self.pooling).unflatten(0, (clips, steps)))
+        if torch.is_grad_enabled() or output_hidden_states or len(images) <= FRAMES_AT_ONCE:
+            output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
+            pooled = pool_output(output, self.pooling)
+        else:  # 64 clips of 16 frames at once would take 14 GB of a MobileNetV2
+            output = ModelOutput()
+            parts = [self.backbone(part, return_dict=True) for part in images.split(FRAMES_AT_ONCE)]
+            pooled = torch.cat([pool_output(part, self.pooling) for part in parts])
+        frames = self.look_over_time(pooled.unflatten(0, (clips, steps)))
         in_time = frames.transpose(1, 2)[:, :, None]
         states = [each if each.dim() == 4 else each.transpose(1, 2) for each in output.get("hidden_states") or ()]
         maps = [each.flatten(2).unflatten(0, (clips, steps)).permute(0, 2, 3, 1) for each in states]

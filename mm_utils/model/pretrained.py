@@ -169,6 +169,10 @@ def explained(what: str, name: str) -> Iterator[None]:
                 f"{what}; its weights have other shapes than its config.json says, as the table above shows. Take the "
                 "config.json that they were saved with."
             ) from error
+        if "couldn't connect" in str(error) and not Path(name).is_dir():
+            raise ValueError(
+                f"{what}; it is not on this machine, and the Hub cannot be reached. Give the path of a folder that holds a copy."
+            ) from error
         raise ValueError(f"{what}; it cannot be loaded: {one_line(error)}") from error
 
 

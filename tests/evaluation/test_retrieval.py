@@ -184,7 +184,7 @@ def test_equal_captions_are_no_gain(tmp_path: Path) -> None:
     said = recall_gained(evaluator, tmp_path / "metrics.jsonl", "image", is_paired=False, from_scratch=True)
     assert (
         said.sentence
-        == "recall says nothing of what was learnt: equal captions leave 1 independent group of 40 images."
+        == "recall has no interval: equal captions leave 1 independent group of 40 images. Measure on more."
     )
 
 

@@ -382,13 +382,13 @@ def count_held_out(images: int) -> int:
 
 
 def too_few(rows: int, kind: str, split: str = "The validation split", figure: str = "recall") -> str:
-    """Return a sentence about a split whose figure says nothing; "" if there are enough rows, which are of a kind."""
+    """Return a sentence about a split whose figure says little; "" if there are enough rows, which are of a kind."""
     if rows >= HOLDOUT_LEAST:
         return ""
     if rows == 0:
         return f"{split} has no {kind}s."
     counted = f"1 {kind}" if rows == 1 else f"{rows} {kind}s"
-    return f"{split} has {counted}; {figure} on fewer than {HOLDOUT_LEAST} says nothing."
+    return f"{split} has {counted}; {figure} on fewer than {HOLDOUT_LEAST} says little."
 
 
 def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> set[str]:

@@ -253,7 +253,8 @@ def image_path(value: Any, jail: Jail) -> str:
     if is_null(value):
         raise Fault("image_empty", "the cell of the image is empty")
     if not isinstance(value, str):
-        raise Fault("bad_path", f"image is a {type(value).__name__}, not a path")
+        remedy = "; join frames into a GIF or a video" if isinstance(value, (list, tuple)) else ""
+        raise Fault("bad_path", f"image is a {type(value).__name__}, not a path{remedy}")
     if is_url(value):
         raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")
     return jail.resolve(value)

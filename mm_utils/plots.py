@@ -204,7 +204,7 @@ def _beside(gain: "Gain | None") -> list[tuple[float, str, str]]:
     """Return what a figure is compared with: its value, in words, and the colour."""
     if gain is None:
         return []
-    before = [] if gain.before is None else [(gain.before, "before training", INK)]
+    before = [] if gain.before is None else [(gain.before, gain.start_name, INK)]
     return [(gain.floor, gain.floor_name, MUTED), *before]
 
 

@@ -18,6 +18,10 @@ NEVER = torch.iinfo(torch.long).max  # a rank that counts for no recall
 _MORE_PAIRS = "More pairs help more than more epochs."
 
 
+BEFORE = "before training"
+CLOSED_FORM = "by the closed form"
+
+
 @dataclass(frozen=True)
 class Gain:
     """What training gained by a figure.
@@ -30,6 +34,7 @@ class Gain:
         saved_step: the step whose weights are saved; None for those of the end.
         difference: the gain of the same rows and half the width of its interval; without it, `half` stands for that.
         note: a sentence in place of that on the gain.
+        start_name: what `starts` are called: of two encoders that never met, all of it is the closed form.
     """
 
     figure: str
@@ -43,6 +48,7 @@ class Gain:
     difference: tuple[float, float] | None = None
     advice: str = ""
     note: str = ""
+    start_name: str = BEFORE
 
     @property
     def before(self) -> float | None:
@@ -65,8 +71,10 @@ class Gain:
             return (
                 f"{figure} is {after} after training, and {floor}: {self.after - self.floor:+.3f} ± {self.half:.3f}."
             )
-        begin = f"{figure} {self.before:.3f} before training"
-        if self.saved_step == 0 and len(self.starts) == 1:
+        begin = f"{figure} {self.before:.3f} {self.start_name}"
+        if self.start_name == CLOSED_FORM:
+            begin = f"{begin} ({floor})"
+        elif self.saved_step == 0 and len(self.starts) == 1:
             nothing = f"{begin}, {floor}; nothing later was better: training added nothing, and the model is saved as it was."
             return f"{nothing} {self.advice}".rstrip()
         gain, half = self.difference or (self.after - self.before, self.half)
@@ -101,13 +109,14 @@ def chance(split: Embeddings, direction: str) -> list[float]:
 
 
 def recall_gained(
-    evaluator: RetrievalEvaluator, log: Path, medium: str, *, is_paired: bool, from_scratch: bool
+    evaluator: RetrievalEvaluator, log: Path, medium: str, *, is_paired: bool, start_name: str | None
 ) -> Gain:
     """Return what training gained by mean recall.
 
     Args:
         evaluator: that of the validation split, whose last evaluation was of the saved model.
         log: the run's `metrics.jsonl`.
+        start_name: what the weights before the first step are called; None from scratch.
         is_paired: whether the evaluator's first evaluation was before the first step: then the interval is one of the
             difference of each query.
     """
@@ -136,7 +145,7 @@ def recall_gained(
         difference = mean_gain((earlier[name], after[name], groups[name]) for name in ranks)[:2]
     learns_little = recall - half <= by_chance
     few = "Encoders from scratch need many pairs, pretrained ones few."
-    advice = few if from_scratch and learns_little else _MORE_PAIRS
+    advice = few if start_name is None and learns_little else _MORE_PAIRS
     return Gain(
         figure=figure,
         metric="eval_mean_recall",
@@ -147,6 +156,7 @@ def recall_gained(
         starts=starts,
         saved_step=saved_step,
         difference=difference,
+        start_name=start_name or "",
         advice=advice,
         note=note,
     )

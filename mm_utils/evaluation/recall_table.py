@@ -45,7 +45,7 @@ def retrieval_rows(
         }
         if gain and gain.starts and names[0] in gain.starts[0]:
             rows.append(
-                [f"{shown}, before training", *(_with_interval(gain.starts[0][name], queries) for name in names)]
+                [f"{shown}, {gain.start_name}", *(_with_interval(gain.starts[0][name], queries) for name in names)]
             )
         named = dict(MEASURED) if found["eval_rerank_"] or gain is None else {"eval_": "after training"}
         for prefix, words in named.items():

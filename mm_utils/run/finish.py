@@ -24,7 +24,7 @@ from mm_utils.data.rows.columns import too_few
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, right_items
-from mm_utils.evaluation.gained import Gain, recall_gained
+from mm_utils.evaluation.gained import BEFORE, CLOSED_FORM, Gain, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS
 from mm_utils.evaluation.recall_table import independent_queries, recall_lines, retrieval_rows
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
@@ -210,7 +210,7 @@ def finish_run(
         recall_gained,
         *(evaluator, trained.run.output_dir / METRICS_FILE, trained.data.medium),
         is_paired=not resumed,
-        from_scratch=not (whole or all(towers)),
+        start_name=BEFORE if whole else CLOSED_FORM if all(towers) else None,
     )
     gain = distributed.on_first(work)
     finish(

@@ -225,6 +225,7 @@ def paired_features(
     Raises:
         ValueError: if no image can be decoded.
     """
+    logger.info("Projections are fitted in closed form to %s training images", f"{images:,}")
     was_training, home, device = model.training, model.logit_scale.device, accelerator.device
     model.eval().to(device)  # type: ignore[arg-type]
     config, keeps_text = model.config, not is_trained(model.text_projection)

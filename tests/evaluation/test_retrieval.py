@@ -17,7 +17,7 @@ from mm_utils.distributed import RunError
 from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, image_shares
-from mm_utils.evaluation.gained import recall_gained
+from mm_utils.evaluation.gained import BEFORE, recall_gained
 from mm_utils.evaluation.metrics import summarise_ranks
 from mm_utils.evaluation.reranking import Listed, combine, fit_weights, rank_directions
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
@@ -154,7 +154,11 @@ def test_a_gain_is_stated_beside_its_noise(
     rows += [{"step": 9, "saved_step": saved}] if saved is not None else []
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = recall_gained(
-        evaluator, tmp_path / "metrics.jsonl", "image", is_paired=is_paired, from_scratch=before is None
+        evaluator,
+        tmp_path / "metrics.jsonl",
+        "image",
+        is_paired=is_paired,
+        start_name=None if before is None else BEFORE,
     )
     assert re.search(said, found.sentence), found.sentence
 
@@ -181,7 +185,7 @@ def test_equal_captions_are_no_gain(tmp_path: Path) -> None:
     evaluator.split = noisy(40, 0.8)
     evaluator.split.text_key_T = torch.zeros(40, dtype=torch.long)
     evaluator.directions = rank_directions(evaluator.split)
-    said = recall_gained(evaluator, tmp_path / "metrics.jsonl", "image", is_paired=False, from_scratch=True)
+    said = recall_gained(evaluator, tmp_path / "metrics.jsonl", "image", is_paired=False, start_name=None)
     assert (
         said.sentence
         == "recall has no interval: equal captions leave 1 independent group of 40 images. Measure on more."

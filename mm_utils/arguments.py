@@ -395,6 +395,8 @@ def _did_you_mean(word: str, known: Collection[str]) -> str:
         return f". It is called '--{here}' here. See --help."
     if name in _LAUNCHED:
         return ". The launcher sets the precision: accelerate launch --mixed_precision bf16."
+    if "sources" in known and (name == "image_root" or name.endswith("_column")):
+        return f". It is written behind a source: --sources PATH,{name}=VALUE."
     if name in _PREPARED:
         return ". scripts/prepare_data.py has it: --dataset_name takes what it writes."
     if name in _LEFT:

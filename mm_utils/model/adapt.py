@@ -108,7 +108,7 @@ def switch_off_dropout(model: FusionDualEncoderModel) -> None:
                 for field in _DINOV3_POSITIONS & vars(module.config).keys():
                     setattr(module.config, field, None)
             highest = max(highest, _zero(module))
-        if highest:
+        if highest and is_trained(tower):
             logger.info("The %s backbone trains without its own dropout (%g)", name, highest)
         if not _repeats_in_training(tower, name):
             raise ValueError(

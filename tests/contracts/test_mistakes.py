@@ -48,6 +48,7 @@ MISTAKES = [
     ("scripts.pretrain", "'--add_tokens=<en> <de>'", "--add_tokens has '<en> <de>'; a token holds no blank"),
     ("scripts.pretrain", "--evaluators math.pi", "--evaluators has math.pi; that is not a function"),
     ("scripts.prepare_data", "", "--sources is empty"),
+    ("scripts.prepare_data", "--sources x --output_dir y --caption_column z", "It is written behind a source: --sources PATH,caption_column=VALUE."),
     ("scripts.prepare_data", "--sources x --output_dir s3://b/set", "--output_dir is s3://b/set; a folder of this machine is written"),
     ("scripts.prepare_data", "--sources x --output_dir y --store webp", "--store"),
     ("scripts.prepare_data", "--sources x --output_dir y --validation_fraction 0.5 --test_fraction 0.5", "leave nothing to train on"),

@@ -377,7 +377,8 @@ class FramesTower(nn.Module):
         """Read clips `[B, T, 3, H, W]`; the hidden states are the backbone's, `[B, C, places, T]`, and a last `[B, C, 1, T]`."""
         clips, steps = pixel_values.shape[:2]
         images = pixel_values.flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        if torch.is_grad_enabled() or output_hidden_states or len(images) <= FRAMES_AT_ONCE:
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # then the number of clips is not known
+        if torch.is_grad_enabled() or output_hidden_states or is_traced or len(images) <= FRAMES_AT_ONCE:
             output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
             pooled = pool_output(output, self.pooling)
         else:  # 64 clips of 16 frames at once would take 14 GB of a MobileNetV2

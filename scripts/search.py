@@ -81,7 +81,7 @@ def answer(searcher: Searcher, args: SearchArguments) -> Any:
         return searcher.copies()
     if args.image:
         try:
-            own, hits = searcher.search_file(args.image, args.top_k)
+            own, hits = searcher.look_up(args.image, args.top_k)
         except UnreadableError as error:
             what = {"image": "an image", "sound": "a sound"}.get(searcher.info.medium, f"a {searcher.info.medium}")
             raise ValueError(

@@ -242,7 +242,11 @@ class Searcher:
             scored = self._score(self._embedded(example), top_k)
             return self._hits(scored, *self._folded(scored, top_k))
 
-    def search_file(self, file: str | bytes, top_k: int = 10) -> tuple[list[Hit], list[Hit]]:
+    def search_file(self, file: str | bytes, top_k: int = 10) -> list[Hit]:
+        """Return what is most similar to a file, without itself; see `look_up`."""
+        return self.look_up(file, top_k)[1]
+
+    def look_up(self, file: str | bytes, top_k: int = 10) -> tuple[list[Hit], list[Hit]]:
         """Return the hit that is a file itself, if it is in the index, and what is most similar to it without that.
 
         The file is an image or a WAV, by path or bytes. It is in the index if its path is, or its embedding up to rounding.

@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 with self.server.decoding:
-                    own, hits = searcher.search_file(query, count)
+                    own, hits = searcher.look_up(query, count)
             except UnreadableError as error:
                 reason = re.sub("^(embedded image|the file): ", "", str(error))
                 if isinstance(error.__cause__, UnidentifiedImageError):

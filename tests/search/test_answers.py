@@ -65,7 +65,7 @@ def test_an_image_finds_itself_first(searcher: Searcher) -> None:
         hits = searcher.search_image(open_image({"bytes": None, "path": own.path}), 3)
         assert (hits[0].row, hits[0].score) == (own.row, pytest.approx(1, abs=1e-3))
         for file in (own.path, Path(own.path).read_bytes()):
-            [same], others = searcher.search_file(file, 30)
+            [same], others = searcher.look_up(file, 30)
             assert same == hits[0]
             assert [hit.row for hit in others] == [
                 hit.row for hit in searcher.search_image(open_image({"path": own.path}), 30)[1:]
@@ -461,7 +461,8 @@ def test_an_index_of_sounds_or_clips(medium: str, tmp_path: Path, monkeypatch: p
         return
     (tmp_path / "query.wav").write_bytes(media[3])
     for file in (media[3], str(tmp_path / "query.wav")):
-        [own], others = found.search_file(file)
+        [own], others = found.look_up(file)
+        assert found.search_file(file) == others
         assert (own.row, own.score) == (3, pytest.approx(1, abs=2e-3))
         assert 3 not in [hit.row for hit in others]
     # No codec opens a stranger's file: a WAV file may hold MP3 and much else

@@ -128,8 +128,9 @@ def _prepare(
         )
     if plan.storage.captioned:
         found = reconcile(ingested.parts, rules, folder / "leaks.jsonl", own_ids=True)
-        for fault in (fault for fault in found.faults if fault["reason"] != "leaked"):  # images that share an id
-            raise ValueError(f"{fault['source']}, {fault['where']}: {fault['detail']}. {REASONS[fault['reason']]}")
+        clash = next((fault for fault in found.faults if fault["reason"] != "leaked"), None)
+        if clash:  # images that share an id, as nothing else is set aside here
+            raise ValueError(f"{clash['source']}, {clash['where']}: {clash['detail']}. {REASONS[clash['reason']]}")
         if merged := found.duplicates["merged_rows"]:
             logger.info("%s rows merged into an earlier row of the same image", f"{merged:,}")
         if other_files := found.duplicates["merged_files"]:

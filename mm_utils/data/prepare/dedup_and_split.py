@@ -237,8 +237,10 @@ def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Pat
             f"{found.leaks}; {leak_file} lists all. Add --on_leakage drop to the command (the image stays in the test, "
             "else in the validation split), or --on_leakage keep; what has been read is not read again."
         )
-    if policy in ("drop", SAME_FROM_TRAIN):
-        dropped = (state.split_N[row_P] == 0) & (kind_P == 0) if policy == SAME_FROM_TRAIN else row_P >= 0
+    if policy != "keep":
+        dropped = np.full(len(row_P), True)
+        if policy == SAME_FROM_TRAIN:
+            dropped = (state.split_N[row_P] == SPLITS.index("train")) & (kind_P == 0)
         state.keep_N[row_P[dropped]] = False
         found.faults += [fault for fault, is_dropped in zip(leaked, dropped, strict=True) if is_dropped]
         splits, counted = np.unique(state.split_N[row_P[dropped]], return_counts=True)

@@ -29,7 +29,7 @@ from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
 from mm_utils.evaluation.embeddings import check_embeddings
-from mm_utils.files import folder_lock
+from mm_utils.files import folder_lock, writable_folder
 from mm_utils.model.encoding import embed_texts
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.search.index import (
@@ -81,7 +81,7 @@ def update_index(
 
         def begin() -> tuple[IndexInfo, list[int]]:
             check_folder(folder)
-            folder.mkdir(parents=True, exist_ok=True)
+            writable_folder(str(folder), "--index_dir")
             if locked.enter_context(folder_lock(folder)) is False:
                 raise RunError(f"--index_dir is {folder}; another run writes to it. Wait for its end, or end it.")
             name = os.path.abspath(model) if Path(model).is_dir() else model

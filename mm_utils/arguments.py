@@ -282,7 +282,9 @@ def parse_args(
         parser.error(
             f"--config is {path} and {others[0]}; one file is read. Join them, or give the others' lines as flags."
         )
-    words = _explicit(parser, words)
+    # A search takes off words with one dash, such as -cat.
+    off = [word for word in words if rest and word[:1] == "-" != word[1:2] and word.lstrip("-") not in {*known, "h"}]
+    words = _explicit(parser, [word for word in words if word not in off])
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
     named, in_config = {action.dest for action in actions if action is not None}, list[str]()
     try:
@@ -299,13 +301,13 @@ def parse_args(
         if passes_own_code(error):  # which a flag names
             raise
         parser.error(str(error))
-    if rest and unknown and not any(word.startswith("-") for word in unknown):
-        text = " ".join(unknown)
+    if rest and unknown + off and not any(word.startswith("-") for word in unknown):
+        text = " ".join(unknown + off)
         if rest in named:
             parser.error(f"--{rest} is given, and {text!r} too; give one of them.")
         parsed = [dataclasses.replace(each, **{rest: text}) if hasattr(each, rest) else each for each in parsed]
     elif unknown:
-        flags = [word for word in unknown if word.startswith("--")] or unknown[:1]
+        flags = [word for word in unknown if word.startswith("-")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags))
     return Parsed(parsed, path or recipe, named, in_config)
 
@@ -458,12 +460,21 @@ def python() -> str:
 
 
 def launcher() -> str:
-    """Return what stands before the script in the command that starts this run once more, without the launcher's own flags."""
+    """Return what stands before the script in the command that starts this run once more.
+
+    Of the launcher's own flags it has the number of processes, if these are on one machine.
+    """
     if LAUNCH_VARIABLE in os.environ:
         return os.environ[LAUNCH_VARIABLE]
-    if "ACCELERATE_DYNAMO_BACKEND" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if "ACCELERATE_DYNAMO_BACKEND" not in os.environ and processes == "1":
         return python()
-    return "accelerate launch" if python() == "python" else f"{python()} -m accelerate.commands.launch"
+    command = "accelerate launch" if python() == "python" else f"{python()} -m accelerate.commands.launch"
+    if processes == "1" or processes != os.environ.get("LOCAL_WORLD_SIZE"):
+        return command
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":  # without --multi_gpu, one process would start
+        return f"ACCELERATE_USE_CPU=true {command} --multi_gpu --num_processes {processes}"
+    return f"{command} --num_processes {processes}"
 
 
 def launch_command(script: str, words: Sequence[str], before: str | None = None) -> str:

@@ -90,10 +90,10 @@ def _add_rows(model: FusionDualEncoderModel, tokenizer: PreTrainedTokenizerBase)
 
 def make_trainable(model: Any, args: TowerArguments) -> None:
     """Freeze what flags and outputs leave out, add adapters, and let the towers compute as is fastest."""
-    switch_off_dropout(model)
     for tower in model.towers:
         if getattr(args, f"freeze_{tower}"):
             model.freeze(tower)
+    switch_off_dropout(model)
     if args.freeze_vision and args.cache_features:
         model.vision_model.requires_grad_(False)  # layers over frames too, since what is stored is the tower's output
     if args.lora_rank:

@@ -114,6 +114,10 @@ class _Probe(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Begin a stage."""
+        if not self.stages:
+            logger.info(
+                "This dry run now takes a few steps; their figures are not those of the run, and nothing is kept"
+            )
         self.data = kwargs["data"]
         self.has_stages = bool(self.stages) or state.max_steps < self.steps
         self.stages.append([])

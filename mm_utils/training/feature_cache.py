@@ -102,6 +102,13 @@ def cache_features(
                 stored = store("text", model.text_model, words, blocks)
                 found = datasets.concatenate_datasets([found, stored], axis=1)
             features[split] = found
+    if root is None:  # a dry run leaves none
+        logger.info(
+            "Features of the frozen %s encoder%s are in %s",
+            " and ".join(towers),
+            "s" * (len(towers) > 1),
+            place_of("features", ""),
+        )
     return replace(data, features=features)
 
 
@@ -165,7 +172,6 @@ def stored_features(
             tower.to(home)
             model.train(was_training)
         distributed.on_first(writing.close)
-    logger.info("%s features are in %s", name.capitalize(), folder)
     return open_rows(folder)
 
 

@@ -175,6 +175,13 @@ sys.meta_path.insert(0, NoProject())
         ({}, False, "BIN/python"),
         ({"ACCELERATE_DYNAMO_BACKEND": "NO"}, True, "accelerate launch"),
         ({"WORLD_SIZE": "2"}, True, "accelerate launch"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, True, "accelerate launch"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, True, "accelerate launch --num_processes 2"),
+        (
+            {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "True"},
+            True,
+            "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2",
+        ),
         ({"WORLD_SIZE": "2"}, False, "BIN/python -m accelerate.commands.launch"),
         ({LAUNCH_VARIABLE: "python scripts/launch_ray.py"}, True, "python scripts/launch_ray.py"),
     ],
@@ -185,7 +192,8 @@ def test_a_command_works_in_the_shell_that_started_the_run(
     (tmp_path / "python").touch(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin" if is_on_path else "/usr/bin")
-    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
+    for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launcher() == started.replace("BIN", str(tmp_path))

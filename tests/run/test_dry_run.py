@@ -35,6 +35,7 @@ def test_the_figures_are_those_of_a_real_run_and_nothing_is_left_behind(tiny_fla
     assert "train: 16 images, validation: 8 images" in caplog.text
     assert re.search(r"speed +[\d.e+]+ pairs/s; the loader", caplog.text)
     assert "Everything is in" not in caplog.text
+    assert caplog.text.count("their figures are not those of the run") == 1
     assert all(name.startswith("dry_run_") and isinstance(value, float) for name, value in found.items())
     assert found["dry_run_steps"] == 40
     assert found["dry_run_evaluations"] == 2 + 1  # and of the best, if they are not the last

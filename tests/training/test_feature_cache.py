@@ -1,6 +1,7 @@
 """Frozen towers run once, and training from what they returned is training with them."""
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.joint import Objective
+from mm_utils.stored import place_of
 from mm_utils.training.feature_cache import cache_features
 from scripts import pretrain
 from tests.kit.models import write_towers
@@ -192,7 +194,7 @@ def test_two_processes_share_the_work(tmp_path: Path) -> None:
 
 
 def test_a_run_between_frozen_towers_runs_each_tower_once(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Closed form, training and all evaluations read one pass; the names of classes are the only other texts."""
     rows: dict[str, int] = {}
@@ -208,7 +210,12 @@ def test_a_run_between_frozen_towers_runs_each_tower_once(
     towers = write_towers(tmp_path, "resnet", ["red", "blue", "round"], new_tokenizer())
     flags += [word for name, folder in towers.items() for word in (f"--{name}", folder)]
     small = ["--max_steps", "4", "--dataloader_num_workers", "0"]  # fewer rows than the default batch
-    pretrain.main([*flags, *small, "--output_dir", str(tmp_path / "run")])
+    with caplog.at_level(logging.INFO):
+        pretrain.main([*flags, *small, "--output_dir", str(tmp_path / "run")])
+    assert [line for line in caplog.messages if "eatures" in line] == [
+        f"Features of the frozen vision and text encoders are in {place_of('features', '')}"
+    ]
+    assert "without its own dropout" not in caplog.text
     lines = [json.loads(line) for line in corpus.read_text().splitlines()]
     captions = sum(len(line["captions"]) for line in lines)
     assert rows == {"vision_features": len(lines), "text_features": captions + 3}

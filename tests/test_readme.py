@@ -179,6 +179,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
+def test_every_paper_of_the_package_is_in_the_index() -> None:
+    """An index that is kept by hand forgets."""
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "mm_utils").rglob("*.py"))
+    papers = re.findall(r"arXiv\s+(\d{4}\.\d{5})", code)
+    index = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
+    assert [paper for paper in papers if paper not in index] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings_that_exist(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import random
 import re
 import shlex
@@ -21,10 +22,13 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 from mm_utils.arguments import parse_args
 from mm_utils.launch.arguments import LaunchArguments, split_words
+from mm_utils.model.arguments import ObjectiveArguments
+from mm_utils.objectives.build import build_objective
 from mm_utils.training.arguments import FinetuningArguments
 from scripts import embed, prepare_data, pretrain
 from tests.kit.commands import Command, parse
 from tests.kit.corpora import COLOURS, draw
+from tests.kit.objectives import assert_same, global_batch, share_of, step, step_in_parts, tiny_model
 from tests.kit.processes import ROOT
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -312,6 +316,31 @@ def test_two_lists_are_joined_by_their_key(captions, said, tmp_path, monkeypatch
     if said is None:
         rows = [json.loads(line) for line in Path("joined.jsonl").read_text().splitlines()]
         assert [" ".join(row.values()) for row in rows] == ["2.jpg two", "1.jpg one", "2.jpg deux"]
+
+
+def test_the_loss_on_rows_of_the_docs_is_exact_in_parts_and_trains(places, monkeypatch):
+    [block] = [block for _, block in blocks(ROOT / "docs/objectives.md") if "TermOnRows" in block]
+    (places / "my_rows.py").write_text(block)
+    objective = build_objective(tiny_model(), ObjectiveArguments("contrastive,my_rows.Preference:0.5"), 0)
+    objective.model.double()
+    batch = global_batch("matching_with_negatives")
+    batch["negative_attention_mask"][:, 0] = 1  # every row has one
+    right = step(objective, batch, 5)
+    assert right["gradients"]["model.fusion.match.weight"].any()
+    objective.zero_grad()
+    assert_same(step_in_parts(objective, batch, 2), right)
+    assert math.isfinite(step(objective, share_of(batch, 0, 0), 5)["report"]["loss"])
+
+    write_inputs(places)
+    lines = Path("pairs.jsonl").read_text().splitlines()
+    rows = [json.loads(line) | {"negatives": ["a wrong one"]} for line in lines]
+    Path("negatives.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run_of = "--train_file negatives.jsonl --vision_config tiny --text_config tiny --image_size 32 --global_batch_size 8 --max_steps 2"
+    terms = "--objectives contrastive:1,my_rows.Preference:0.5 --logging_steps 1 --output_dir outputs/rows"
+    pretrain.main([*run_of.split(), *terms.split()])
+    records = [json.loads(line) for line in Path("outputs/rows/metrics.jsonl").read_text().splitlines()]
+    assert all(0 < record["Preference_loss"] < 2 for record in records if "Preference_loss" in record)
+    assert any("Preference_accuracy" in record for record in records)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ class ClassificationObjective(Objective):
         return ClassificationPlan(total=distributed.sum_over_ranks(rows).clamp(min=1))
 
     def part(
-        self, encoded: Encoded, batch: Batch, plan: ClassificationPlan, gradients: dict, start: int, share: float
+        self, encoded: Encoded, batch: Batch, plan: ClassificationPlan, gradients: dict, share: float
     ) -> tuple[Tensor, Tensor]:
         """Return the part's loss, and its loss and number of correct rows as sums, `[2]`."""
         own = len(batch["rows"])

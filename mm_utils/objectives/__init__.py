@@ -1,5 +1,5 @@
 """What is optimised: terms of a loss, and the objective that adds them up."""
 
-from mm_utils.objectives.terms import EmbeddingTerm, RowTerm, Term
+from mm_utils.objectives.terms import EmbeddingTerm, RowSums, Term, TermOnRows
 
-__all__ = ["EmbeddingTerm", "RowTerm", "Term"]
+__all__ = ["EmbeddingTerm", "RowSums", "Term", "TermOnRows"]

@@ -1,7 +1,6 @@
 """Captioning: next tokens, from those before and the image."""
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 
 import datasets
@@ -15,7 +14,7 @@ from mm_utils.data.batches.tokens import occurring_tokens
 from mm_utils.model.fusion import KeysValues, rows_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm, to_device
+from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowSums, TermOnRows, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +22,7 @@ _MOST_COPIED = 2**23  # numbers of keys and values that are copied, for each cap
 _LARGE = 4096  # words of a vocabulary of which one half may be worth leaving out
 
 
-@dataclass
-class CaptionPlan(RowPlan):
-    """The tokens of every caption of this rank's images, `[n, k]`; 0 where there is none."""
-
-    lengths: np.ndarray
-
-
-class Captioning(RowTerm):
+class Captioning(TermOnRows):
     """Cross-entropy of next tokens, from those before and the image (CoCa, arXiv 2205.01917).
 
     The blocks of the fusion head run over word embeddings under a causal mask; the text tower, which reads both directions,
@@ -46,7 +38,6 @@ class Captioning(RowTerm):
 
     name = "captioning"
     heads = ("token_head", "caption_adapter")
-    pairs_per_image = 1
 
     def prepare(self, model: FusionDualEncoderModel) -> None:
         """Add a head that predicts tokens, and an adapter for word embeddings."""
@@ -68,34 +59,26 @@ class Captioning(RowTerm):
         logger.info("Captioning predicts the %s words that occur, of %s", f"{occurs.sum():,}", f"{len(known):,}")
         head.predict(occurs)
 
-    def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> CaptionPlan:
+    def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> RowPlan:
         """Count the tokens of all ranks."""
-        input_ids, mask = _all_captions(batch)
-        rows = batch.get("all_lengths") or [[length] for length in batch["lengths"]]
-        lengths = np.zeros(input_ids.shape[:2], int)
-        for row, of_row in enumerate(rows):
-            lengths[row, : len(of_row)] = of_row
-        return CaptionPlan(distributed.sum_over_ranks(mask[..., 1:].sum()).clamp(min=1), lengths)
+        _, mask = _all_captions(batch)
+        return RowPlan(distributed.sum_over_ranks(mask[..., 1:].sum()).clamp(min=1))
 
-    def part(
-        self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: CaptionPlan, start: int
-    ) -> tuple[Tensor, Tensor]:
+    def rows(self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: RowPlan) -> RowSums:
         """Predict all tokens but the first of the captions of this part's images."""
         input_ids, mask = _all_captions(batch)
-        lengths = plan.lengths[start : start + len(input_ids)]
+        lengths = np.zeros(input_ids.shape[:2], int)
+        for row, of_row in enumerate(batch.get("all_lengths") or [[length] for length in batch["lengths"]]):
+            lengths[row, : len(of_row)] = of_row
         image, caption = np.nonzero(lengths)
         predict = partial(_predict, model, encoded.keys_values, input_ids, mask, lengths)
         if len(image) * sum(layer[:, :1].numel() for layer in encoded.keys_values) <= _MOST_COPIED:
             return predict(image, caption)
         longest_first = (-lengths[image, caption]).argsort(kind="stable")
         groups = np.array_split(longest_first, min(lengths.shape[1], len(longest_first)))
-        losses = []
-        right = []
-        for group in groups:
-            loss, correct = predict(image[group], caption[group])
-            losses.append(loss)
-            right.append(correct)
-        return torch.stack(losses).sum(), torch.stack(right).sum()
+        sums = [predict(image[group], caption[group]) for group in groups]
+        loss = torch.stack([part.loss for part in sums]).sum()
+        return RowSums(loss, torch.stack([part.right for part in sums]).sum())
 
 
 def _predict(
@@ -106,26 +89,20 @@ def _predict(
     lengths: np.ndarray,
     images: np.ndarray,
     captions: np.ndarray,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss and the right tokens of some captions, each given by its image and its place among the captions of that."""
+) -> RowSums:
+    """Return the sums of some captions, each given by its image and its place among the captions of that."""
     chosen = lengths[images, captions]
-    is_each = np.array_equal(images, np.arange(len(lengths)))
-    longest = max(1, chosen.max(initial=0))
+    longest = chosen.max(initial=1)
     rows, columns = np.nonzero(np.arange(longest) < chosen[:, None] - 1)
     image = to_device(images, mask.device)
-    if len(image):
-        caption = to_device(captions, mask.device)
-        input_ids = input_ids[image, caption, :longest]
-        mask = mask[image, caption, :longest]
-    else:  # a rank without images has those of a blank pair
-        image = image.new_zeros(1)
-        input_ids = input_ids.new_ones(1, 1)
-        mask = mask.new_zeros(1, 1)
-    if not (is_each and len(chosen)):
+    caption = to_device(captions, mask.device)
+    input_ids = input_ids[image, caption, :longest]
+    mask = mask[image, caption, :longest]
+    if not np.array_equal(images, np.arange(len(lengths))):
         keys_values = tuple(rows_of(layer, image, 1) for layer in keys_values)
     before = (to_device(rows, mask.device), to_device(columns, mask.device))
     logits, labels = model.target_logits(keys_values, input_ids, mask, before)
-    return F.cross_entropy(logits.float(), labels, reduction="sum"), (logits.argmax(-1) == labels).sum()
+    return RowSums(F.cross_entropy(logits.float(), labels, reduction="sum"), (logits.argmax(-1) == labels).sum())
 
 
 def _all_captions(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -199,7 +199,7 @@ class _CachedStep:
                     encoded = self._encode(place)
             with self.accelerator.autocast():
                 loss, sums = self.objective.part(
-                    encoded, self.parts[place], plan, gradients[place], self.cuts[place].start, 1 / len(self.cuts)
+                    encoded, self.parts[place], plan, gradients[place], 1 / len(self.cuts)
                 )
             # Sharded gradients are averaged by the very last backward pass.
             is_final = place == max(0, last - 1)

@@ -17,7 +17,7 @@ from mm_utils.model.encoding import encode_in_groups, stored_text, vision_featur
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection, is_trained
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
 from mm_utils.objectives.losses import call_roll, gather_batch
-from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Evaluator, Report, RowPlan, RowTerm, Term
+from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Evaluator, Report, RowPlan, Term, TermOnRows
 from mm_utils.objectives.workload import Workload
 
 
@@ -70,7 +70,7 @@ class Objective(nn.Module):
         batch = self.with_keys(batch, step)
         encoded = self.encode(batch)
         plan = self.plan(encoded, batch, step)
-        loss, sums = self.part(encoded, batch, plan, plan.gradients, 0, 1.0)
+        loss, sums = self.part(encoded, batch, plan, plan.gradients, 1.0)
         report = self.report(plan, sums)
         return {**report, "loss": report["loss"] + (loss - loss.detach())}  # the global value, this rank's gradient
 
@@ -87,7 +87,7 @@ class Objective(nn.Module):
         raise self._lacks("plan")
 
     def part(
-        self, encoded: Encoded, batch: Batch, plan: Any, gradients: dict[str, Tensor | None], start: int, share: float
+        self, encoded: Encoded, batch: Batch, plan: Any, gradients: dict[str, Tensor | None], share: float
     ) -> tuple[Tensor, Tensor]:
         """Return a scalar whose gradient is the part's gradient, and the part's sums for `report`.
 
@@ -95,7 +95,6 @@ class Objective(nn.Module):
             encoded, batch: the part.
             plan: the result of `plan`.
             gradients: the plan's gradients, for the part's rows.
-            start: the place of the part's first row among this rank's rows.
             share: the part's share of the gradient of temperature and bias, which belong to no row.
         """
         raise self._lacks("part")
@@ -136,9 +135,9 @@ class JointObjective(Objective):
     def with_keys(self, batch: Batch, step: int) -> Batch:
         """Begin a step; call the roll."""
         longest = max(batch[name].shape[1] for name in ("input_ids", "negative_input_ids") if name in batch)
-        batch = super().with_keys(batch, step) | {"roll_call": call_roll(batch["ids"], longest)}
         self.workload.begin(batch["ids"].device)
-        return batch
+        places = list(range(len(batch["ids"])))
+        return super().with_keys(batch, step) | {"roll_call": call_roll(batch["ids"], longest), "places": places}
 
     def encode(self, batch: Batch, for_backward: bool = True) -> Encoded:
         """Run both towers on a part of a batch, but for a frozen one whose features are there (`training.feature_cache`)."""
@@ -157,7 +156,8 @@ class JointObjective(Objective):
         scale = self.model.logit_scale.exp().squeeze()
         bias = self.model.logit_bias
         bias = None if bias is None else bias.squeeze().clone()  # type: ignore[assignment]
-        encoded = Encoded({"image": image_nE, "text": text[0]}, scale, bias, text[1], keys_values or (), taps)
+        embeds = {"image": image_nE, "text": text[0]}
+        encoded = Encoded(embeds, scale, bias, text[1], keys_values or (), taps, self.groups_texts)
         for term in self.weights:
             encoded.embeds |= term.embed(self.model, encoded, batch)
         if is_blank:
@@ -193,10 +193,11 @@ class JointObjective(Objective):
         return Plan(dict(zip(leaves, gradients, strict=True)), {"loss": total.detach(), **metrics}, rows)
 
     def part(
-        self, encoded: Encoded, batch: Batch, plan: Plan, gradients: dict[str, Tensor | None], start: int, share: float
+        self, encoded: Encoded, batch: Batch, plan: Plan, gradients: dict[str, Tensor | None], share: float
     ) -> tuple[Tensor, Tensor]:
         """Return the part's surrogate loss, and each row term's loss and right rows, `[terms, 2]`."""
-        batch = batch if self.groups_texts else batch | {"lengths": []}
+        is_blank = not len(batch["ids"])
+        shown = blank_pair(batch) if is_blank else batch
         surrogate_loss = encoded.scale.new_zeros(())
         for scalar, gradient in ((encoded.scale, gradients["scale"]), (encoded.bias, gradients.get("bias"))):
             if scalar is not None:  # a loss may do without it, and DDP waits for a gradient
@@ -207,10 +208,12 @@ class JointObjective(Objective):
         sums = []
         for term in self._row_terms():
             rows = plan.rows[term.name]
-            loss, correct = term.part(self.model, encoded, batch, rows, start)
-            # The gradient of the sum over ranks, through an average over ranks.
-            surrogate_loss = surrogate_loss + self.weights[term] * loss * (distributed.world_size() / rows.total)
-            sums.append(torch.stack([loss.detach().float(), correct.float()]))
+            found = term.rows(self.model, encoded, shown, rows)
+            of_term = torch.stack([found.loss.detach().float(), found.right.float()])
+            sums.append(torch.zeros_like(of_term) if is_blank else of_term)
+            # The gradient of the sum over ranks, through an average over ranks. A blank pair has none, but runs the same modules.
+            share_of_mean = 0 if is_blank else distributed.world_size() / rows.total
+            surrogate_loss = surrogate_loss + self.weights[term] * found.loss * share_of_mean
         return surrogate_loss, torch.stack(sums) if sums else surrogate_loss.new_zeros(0, 2)
 
     def report(self, plan: Plan, sums: Tensor) -> Report:
@@ -224,11 +227,15 @@ class JointObjective(Objective):
             metrics["loss"] = metrics["loss"] + self.weights[term] * loss / total
         return metrics
 
-    def _row_terms(self) -> list[RowTerm]:
-        terms = [term for term in self.weights if isinstance(term, RowTerm)]
+    def _row_terms(self) -> list[TermOnRows]:
+        terms = [term for term in self.weights if isinstance(term, TermOnRows)]
         return [term for term in terms if not term.pairs_per_image or self.reads_pairs]
 
 
 def blank_pair(batch: Batch) -> Batch:
-    """Return a stand-in for an empty batch, which backbones refuse and other ranks wait for."""
-    return {name: value.new_ones(1, *value.shape[1:]) for name, value in batch.items() if isinstance(value, Tensor)}
+    """Return a stand-in for an empty batch, which backbones refuse and other ranks wait for: one pair of one token."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    return {name: value.new_ones(1, *value.shape[1:]) for name, value in tensors.items()} | {
+        "lengths": [1],
+        "places": [0],
+    }

@@ -18,7 +18,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
 from mm_utils.objectives.losses import GlobalBatch, full_precision, same_pair, slices, tile_rows
 from mm_utils.objectives.negatives import Negatives
-from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowTerm, to_device
+from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowSums, TermOnRows, to_device
 
 
 class Pairs(NamedTuple):
@@ -41,7 +41,7 @@ class MatchingPlan(RowPlan):
     attention_mask: Tensor
 
 
-class Matching(RowTerm):
+class Matching(TermOnRows):
     """Binary cross-entropy over pairs with hard negatives (ALBEF, arXiv 2107.07651).
 
     Each image is paired with a wrong text, and each text with a wrong image, drawn by similarity. A pair is scored on the
@@ -87,18 +87,17 @@ class Matching(RowTerm):
         total = torch.tensor(max(1, len(text_N) + int(wrong)))
         return MatchingPlan(total, pairs, range(first, last), np.concatenate([length_N, negative_N]), ids, mask)
 
-    def part(
-        self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: MatchingPlan, start: int
-    ) -> tuple[Tensor, Tensor]:
+    def rows(self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: MatchingPlan) -> RowSums:
         """Score the pairs whose image is in this part of the batch."""
         pairs = plan.pairs
+        start = batch["places"][0]
         device = plan.input_ids.device
         if len(encoded) < len(plan.rows):
             is_here = (pairs.image_P >= start) & (pairs.image_P < start + len(encoded))
             pairs = Pairs(*(values[is_here] for values in pairs))
         pairs = Pairs(*(values[(-plan.lengths[pairs.text_P]).argsort(kind="stable")] for values in pairs))
         lengths = plan.lengths[pairs.text_P].tolist()
-        groups = length_groups(lengths, device.type) if batch.get("lengths") else [range(len(lengths))]
+        groups = length_groups(lengths, device.type) if encoded.groups_texts else [range(len(lengths))]
         states, mask, text_P = _texts(model, pairs.text_P, batch, encoded, plan, plan.rows.start + start)
         image_P = to_device(pairs.image_P - start, device)
         is_match_P = to_device(pairs.is_match_P, device)
@@ -119,7 +118,7 @@ class Matching(RowTerm):
             logits.append(scores[: len(group)])
         logits_P = torch.cat(logits).float()
         losses_P = F.binary_cross_entropy_with_logits(logits_P, is_match_P.to(logits_P.dtype), reduction="none")
-        return (weight_P * losses_P).sum(), (weight_P * ((logits_P > 0) == is_match_P)).sum()
+        return RowSums((weight_P * losses_P).sum(), (weight_P * ((logits_P > 0) == is_match_P)).sum())
 
     def draw(self, shared: GlobalBatch, scale: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return a wrong text of each own image, a wrong image of each text; -1: none; `[n]`."""
@@ -163,7 +162,7 @@ def _texts(
     head: Any = model.fusion
     foreign_states = head.encode_text(foreign_states)
     states = _one_below_the_other(encoded.text_states[:own], foreign_states)
-    return states, _one_below_the_other(batch["attention_mask"], wanted_mask), place_P
+    return states, _one_below_the_other(batch["attention_mask"][:own], wanted_mask), place_P
 
 
 def hard_negatives(

@@ -1,8 +1,8 @@
 """The parts of a loss: terms, and the data that a term is given.
 
 There are two kinds of terms. An `EmbeddingTerm` is a loss of the embeddings of the global batch; `mm_utils.objectives.joint`
-takes its gradient at the embeddings and pushes it through the towers. A `RowTerm` is a mean over rows of some sort (pairs
-that the fusion head scores, masked tokens); every row is computed on the rank that holds its image. Either yields the same
+takes its gradient at the embeddings and pushes it through the towers. A `TermOnRows` is a mean over rows of some sort (pairs
+that the fusion head scores, words, regions); every row is computed on the rank that holds its image. Either yields the same
 result for any division of the batch among processes and micro-batches.
 
 Shape letters: n this rank's pairs (or those of a part of the batch), N the global batch, L tokens, E embedding width.
@@ -48,6 +48,7 @@ class Encoded:
     text_states: Tensor = field(default_factory=lambda: torch.zeros(0))  # that the fusion head reads, `[n, L, C]`
     keys_values: KeysValues = ()  # the image side of the fusion head; empty if no term needs it
     taps: tuple[Tensor, ...] = ()  # pooled levels of the vision tower; empty if no term needs them
+    groups_texts: bool = True  # whether texts may be read in groups of about one length
 
     def __len__(self) -> int:
         return len(self.embeds["image"])
@@ -147,26 +148,39 @@ class EmbeddingTerm(Term):
 
 @dataclass
 class RowPlan:
-    """The decisions of a `RowTerm` for one step."""
+    """The decisions of a `TermOnRows` for one step."""
 
     total: Tensor  # number of rows on all ranks, at least 1
 
 
-class RowTerm(Term):
-    """A mean of losses over rows, each computed on the rank and part that hold its image."""
+@dataclass
+class RowSums:
+    """Sums over the rows of a part of a batch."""
+
+    loss: Tensor  # with gradient
+    right: Tensor  # how many rows are right
+
+
+class TermOnRows(Term):
+    """A mean of losses over rows, such as pairs that the fusion head scores, each computed on the rank and part that hold its image.
+
+    Write `rows`. A row is a pair of the batch unless `plan` counts other ones, and `heads` names the parts of the model that only
+    such terms train.
+    """
+
+    pairs_per_image = 1
 
     def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> RowPlan:
-        """Decide once a step what `part` needs, from this rank's batch, what all ranks share, and the inverse temperature."""
-        raise NotImplementedError
+        """Decide once a step what `rows` needs, from this rank's batch, what all ranks share, and the inverse temperature."""
+        return RowPlan(torch.tensor(max(1, len(shared.image_NE))))
 
-    def part(
-        self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: Any, start: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of a part of the batch, with gradient, and how many of its rows are right.
+    def rows(self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: Any) -> RowSums:
+        """Compute the rows of a part of the batch; `plan` is what `plan` returned.
 
-        `plan` is what `plan` returned; the part's first row is this rank's row number `start`.
+        A rank without a readable pair is given a blank one, whose rows do not count. `batch["places"]` says which of this rank's
+        rows the part has.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{own_name(self)} has no method rows. Write one that returns RowSums.")
 
     def metrics(self, loss: Tensor, accuracy: Tensor) -> Report:
         """Return the values to log, from the means over all ranks."""

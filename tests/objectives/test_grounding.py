@@ -11,7 +11,7 @@ from torch import Tensor
 from mm_utils import distributed
 from mm_utils.objectives.grounding.evaluation import MomentEvaluator, PointingEvaluator, hits
 from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
-from mm_utils.objectives.terms import Encoded
+from mm_utils.objectives.terms import Encoded, RowPlan
 from tests.kit.processes import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR
 
@@ -202,11 +202,10 @@ def test_the_loss_is_that_of_a_loop_over_the_cells(term: RegionPointing) -> None
     is_moment = isinstance(term, MomentCovering)
     batch, model = (in_time(whole_batch()), TimeModel()) if is_moment else (whole_batch(), GridModel())
     taps = (batch["pixel_values"],)
-    nothing = None
     expected = 0.0
     told = 0
     encoded = Encoded({"image": torch.zeros(IMAGES, 3)}, torch.tensor(3.0), None, torch.zeros(0), (), taps)
-    loss, right = term.part(model, encoded, batch, nothing, 0)  # type: ignore[arg-type]
+    sums = term.rows(model, encoded, batch, RowPlan(torch.tensor(1)))  # type: ignore[arg-type]
     cells_bhwE = model.cell_embeds(taps).double()
     rows = cells_bhwE.shape[1]
     for place, slot in batch["region_attention_mask"].any(-1).nonzero().tolist():
@@ -224,4 +223,4 @@ def test_the_loss_is_that_of_a_loop_over_the_cells(term: RegionPointing) -> None
         covering = -(share * chance.log()).sum().item() / share.sum().item()
         expected += (pointing + covering) / 2 if is_moment else pointing
         told += int(share[chance.argmax()] > 0.5)
-    assert (loss.item(), right.item()) == (pytest.approx(expected, rel=1e-4), told)
+    assert (sums.loss.item(), sums.right.item()) == (pytest.approx(expected, rel=1e-4), told)

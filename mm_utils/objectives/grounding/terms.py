@@ -12,10 +12,10 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.grounding.evaluation import MomentEvaluator, PointingEvaluator
 from mm_utils.objectives.grounding.regions import RegionReader, regions_of
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.objectives.terms import Batch, Encoded, Evaluator, RowPlan, RowTerm
+from mm_utils.objectives.terms import Batch, Encoded, Evaluator, RowPlan, RowSums, TermOnRows
 
 
-class RegionPointing(RowTerm):
+class RegionPointing(TermOnRows):
     """Each phrase points at a cell of its own image's grid, and should hit its box.
 
     loss = -log sum_c in(c) softmax_c(scale <phrase, cell c>): the negative log probability that a random point of the cell
@@ -28,6 +28,7 @@ class RegionPointing(RowTerm):
 
     name = "regions"
     heads = ("region_head",)
+    pairs_per_image = 0
     reads_taps = True
     readers = (RegionReader(),)
     refuses: ClassVar[Mapping[str, str]] = {
@@ -47,11 +48,10 @@ class RegionPointing(RowTerm):
         """Count the phrases of all ranks."""
         return RowPlan(distributed.sum_over_ranks(batch["region_attention_mask"].any(-1).sum()).clamp(min=1))
 
-    def part(
-        self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: RowPlan, start: int
-    ) -> tuple[Tensor, Tensor]:
+    def rows(self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: RowPlan) -> RowSums:
         """Score the phrases of this part; right is one whose cell lies mostly in its box."""
-        regions, count = regions_of(batch)
+        mask = batch["region_attention_mask"][: len(encoded)]  # a blank pair has no regions
+        regions, count = regions_of(batch | {"region_attention_mask": mask})
         cells_nhwE = model.cell_embeds(encoded.taps)
         phrase_RE, _ = model.encode_text(regions.input_ids, regions.attention_mask)
         cells_RcE = rows_of(cells_nhwE.flatten(1, 2), regions.image)
@@ -60,7 +60,7 @@ class RegionPointing(RowTerm):
         inside_Rc = cells_covered(regions.boxes, *cells_nhwE.shape[1:3]).flatten(1).to(wide)
         losses_R = self.losses(logits_Rc, inside_Rc)
         correct_R = inside_Rc.gather(1, logits_Rc.argmax(1, keepdim=True))[:, 0] > 0.5
-        return losses_R[:count].sum(), correct_R[:count].sum()
+        return RowSums(losses_R[:count].sum(), correct_R[:count].sum())
 
     def losses(self, logits_Rc: Tensor, inside_Rc: Tensor) -> Tensor:
         """Return each phrase's loss `[R]`, from its logits over cells and their shares in its box."""

@@ -2,8 +2,7 @@
 
 import json
 import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +16,13 @@ from hypothesis import strategies as st
 
 from mm_utils.data import paths
 from mm_utils.data.arguments import DataArguments, PathArguments
-from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.faults import Fault
 from mm_utils.data.pairs import load_pairs
 from mm_utils.data.paths import Jail, read_file
 from mm_utils.data.rows import stored
 from mm_utils.data.streams.stream import _find_urls
-from scripts import prepare_data
 from tests.kit.corpora import labelled_of, task_of
 from tests.kit.fault_images import draw, png
-from tests.kit.numbered_rows import loaders, new_tokenizer
 from tests.kit.reading import lines, read, write, write_tar
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -202,16 +198,6 @@ def test_a_data_set_reads_no_file_outside_of_its_folder(way: str, door: str, pri
     assert str(folder) in str(caught.value)
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    """A port of this machine to which nobody connects."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.setblocking(False)
-        yield server.getsockname()[1]
-        with pytest.raises(BlockingIOError):
-            server.accept()
-
-
 @pytest.mark.parametrize("file", ["https://host.example/a.csv", "/private/notes.csv", "s3://b/a.csv"])
 def test_a_set_of_the_hub_has_files_of_its_own_alone(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = SimpleNamespace(config=SimpleNamespace(data_files={"train": ["hf://datasets/a/set/b.csv", file]}))
@@ -237,18 +223,6 @@ def test_files_of_the_folder_are_read_and_others_when_that_is_asked_for(private:
     contents = [png(draw(at)) for at in range(30)]
     pq.write_table(table(["/elsewhere/x.png"] * 30, contents).data.table, data / "train.parquet")
     assert count(data) == len(labelled_of(dataset_name=str(data)).rows) == 30
-
-
-def test_images_of_labelled_rows_lie_below_the_root(private: Path, tmp_path: Path) -> None:
-    (folder := tmp_path / "paths").mkdir()
-    for at in range(20):
-        (folder / f"{at}.png").write_bytes(png(draw(at)))
-    paths = [f"{at}.png" for at in range(20)] + [f"{private}/{at}.png" for at in range(20, 30)]
-    pq.write_table(table(paths).data.table, folder / "a.parquet")
-    rows = [row["image"] for split in task_of(train_file=str(folder / "a.parquet")).splits.values() for row in split]
-    assert {row["path"] for row in rows} == {str(folder / name) for name in paths[:20]}
-    everything = task_of(train_file=str(folder / "a.parquet"), allow_outside_root=True)
-    assert sum(map(len, everything.splits.values())) == 30
 
 
 @pytest.mark.parametrize("decoded", [False, True])
@@ -290,24 +264,3 @@ def test_links_in_a_folder_that_lead_out_are_refused(tmp_path: Path) -> None:
 
 
 # -- the network --------------------------------------------------------------------------------------------------------
-
-
-def write_rows(folder: Path, images: list[str]) -> str:
-    rows = ({"image": image, "caption": f"picture {number}"} for number, image in enumerate(images))
-    return str(write(folder / "pairs.jsonl", lines(*rows)))
-
-
-def test_no_row_makes_this_machine_ask_its_own_network(port: int, tmp_path: Path) -> None:
-    good, address = [f"{at}.png" for at in range(4)], f"http://127.0.0.1:{port}/a.png"
-    words = ["--output_dir", str(tmp_path / "out"), "--num_proc", "1"]
-    with pytest.raises(ValueError, match="url_not_allowed"):
-        prepare_data.main(["--sources", write_rows(tmp_path, [address]), *words])
-    for number, name in enumerate(good):
-        (tmp_path / name).write_bytes(png(draw(number)))
-    pairs = load_pairs(DataArguments(train_file=write_rows(tmp_path, [*good, address])))
-    splits = tokenize_splits(pairs, new_tokenizer(), 16).values()
-    keys = [key for rows in splits for batch in loaders().evaluation(rows, 4) for key in batch["image_ids"]]
-    assert sorted(keys) == good
-    cells = [{"bytes": None, "path": name} for name in [*good, address]]
-    Dataset.from_dict({"image": cells, "caption": list("abcde")}).to_parquet(tmp_path / "pairs.parquet")
-    assert sum(map(len, load_pairs(DataArguments(train_file=str(tmp_path / "pairs.parquet"))).values())) == 4

@@ -81,13 +81,6 @@ CPU = torch.device("cpu")
 RNG = np.random.default_rng(0)
 
 
-def photo(width: int, height: int) -> Image.Image:
-    """A smooth picture whose colours say where a pixel came from: red is x, green is y."""
-    y, x = np.mgrid[0:height, 0:width]
-    scale = 255 / max(width - 1, height - 1, 1)
-    return Image.fromarray(np.stack([x * scale, y * scale, 0 * x + 99], 2).round().astype(np.uint8))
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> FusionDualEncoderModel:
     """Saved and loaded, as others load it."""
@@ -186,12 +179,6 @@ def test_pixels_equal_those_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
             patched.setattr(reading, "simplejpeg", None)
             assert np.array_equal(array, np.asarray(open_image(value, side)))
             assert size == open_image(value).size  # of the whole image, however much smaller it was decoded
-
-
-def test_center_square_is_the_centre() -> None:
-    image = Image.new("RGB", (300, 100), "black")
-    image.paste((200, 30, 60), (100, 0, 200, 100))
-    assert (center_square(image, 50).float().mean((1, 2)) - torch.tensor([200, 30, 60])).abs().max() < 4
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000), st.floats(0.01, 0.999), st.integers(0, 2**32))
@@ -521,7 +508,6 @@ def test_the_processor_knows_the_window() -> None:
         assert kind_of_processor(owners[kind]) == kind
     for kind, flags, message in (
         ("image", {"clip_frames": 2}, "--clip_frames is 2; these are images"),
-        ("sound", {"clip_frames": 4}, "--clip_frames is 4; these are sounds"),
         ("clip", {"clip_frames": 4}, "--clip_frames is 4; the model takes 5"),
         ("sound", {"horizontal_flip": True}, "--horizontal_flip is .*; these are sounds"),
     ):

@@ -263,9 +263,6 @@ _COCO = {
 }
 # name: the files (a list is a tar), what is read of them and how, the number of rows, and all that is said, as patterns
 FOLDERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None, tuple[str, ...]]] = {
-    "kinds that agree": (
-        {**_SIX, "a.jsonl": lines(*_rows(0, 3)), "B.CSV": _csv(_rows(3, 6))}, "", {}, 6, (),
-    ),
     "kinds that differ": (
         {**_SIX, "a.jsonl": lines(*_rows(0, 3)), "b.tsv": _csv(_rows(3, 6, "file_name", "text"), "\t")}, "", {}, None,
         (r"a\.jsonl has the columns image, caption, and b\.tsv file_name, text; tables of several kinds",),
@@ -276,10 +273,6 @@ FOLDERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None, tuple[
     ),
     "a stray archive": (
         {**_SIX, **_TEXTS, "old/backup.tar": _SAMPLES}, "", {}, 6, (r"archive_not_read: not read: old/backup\.tar",),
-    ),
-    "a stray archive beside labels": (
-        {"cat/0.png": _SIX["0.png"], "dog/1.png": _SIX["1.png"], "backup.tar": _SAMPLES[:2]}, "", {"labelled": True}, 2,
-        (r"archive_not_read: not read: backup\.tar",),
     ),
     "tables and shards": (
         {"a.parquet": "", "b.tar": _SAMPLES}, "", {}, None, (r"tables, such as .*a\.parquet, and tar shards, such as .*b\.tar",),
@@ -303,9 +296,6 @@ FOLDERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None, tuple[
     "captions in JSON": (
         {**_SIX, "annotations/all.json": "[]"}, "", {}, None, (r"no captions in a form .*not read: annotations/all\.json",),
     ),
-    "no captions but other texts": (
-        {"images/0.png": _SIX["0.png"], "text/0.txt": "a"}, "", {}, None, (r"no captions in a form .*not read: text/0\.txt",),
-    ),
     "tables below": (
         {**{f"a/im/{name}": data for name, data in _SIX.items()}, "a/p.csv": _csv(_rows(0, 3, more="im/")),
          "b/im/0.png": _SIX["0.png"], "b/p.csv": _csv(_rows(0, 1, more="im/"))}, "", {}, 4, (r"not_read: not read: 3 \.png files",),
@@ -321,17 +311,9 @@ FOLDERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None, tuple[
     "rows with annotations": (
         {**_SIX, "c.json": lines(*({**row, "annotations": [{}]} for row in _rows(0, 6)))}, "c.json", {}, 6, (),
     ),
-    "an object over lines": (
-        {"c.json": json.dumps({"version": "1", "image": "0.png"}, indent=1)}, "c.json", {}, None,
-        (r"c\.json holds one object with version, image over several lines\. Write rows",),
-    ),
     "an object of splits": (
         {"c.json": json.dumps({"train": _rows(0, 6), "test": _rows(0, 6)})}, "c.json", {}, None,
         (r"c\.json holds one object, with rows in train, test\. Write each list to a file of its own",),
-    ),
-    "an object of rows over lines": (
-        {"c.json": json.dumps({"version": 1, "data": _rows(0, 6)}, indent=1)}, "c.json", {}, None,
-        (r"c\.json holds one object, with rows in data\.",),
     ),
     "an object of files": (
         {"c.json": json.dumps({"0.png": ["a"], "1.png": "b"})}, "c.json", {}, None, (r"a key for every file, such as 0\.png\. Write a row",),
@@ -347,9 +329,6 @@ FOLDERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None, tuple[
         (r"it holds the table p\.csv .* Unpack it",),
     ),
     "a database without a table": ({"a.db": ""}, "a.db", {}, None, ("the database holds no table",)),
-    "one row with regions": (
-        {**_SIX, "c.json": json.dumps({**_rows(0, 1)[0], "regions": []})}, "c.json", {}, 1, (),
-    ),
     "lines with commas": (
         {"c.jsonl": ",\n".join(map(json.dumps, _rows(0, 6)))}, "c.jsonl", {}, None, (r"divided by commas",),
     ),

@@ -32,7 +32,7 @@ from mm_utils.data.rows.source import Source
 from mm_utils.data.streams import shards as shard_files
 from mm_utils.data.streams.order import InterleavedOrder
 from mm_utils.data.streams.shards import Shard, ShardReader, check_columns, count_shards, expand, rows_from
-from mm_utils.data.streams.stream import Stream, StreamLoader, merge, open_stream, pack
+from mm_utils.data.streams.stream import Stream, StreamLoader, open_stream
 from mm_utils.model.processor import train_tokenizer
 from tests.kit import numbered_shards as shards
 from tests.kit.numbered_rows import pairs_of
@@ -113,29 +113,6 @@ def test_examples_are_those_of_a_set_on_disk_and_every_image_comes_once_an_epoch
             assert torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(expected[name])), name
     assert sorted(shown[0]) == sorted(shown[1]) == sorted(set(rows["id"]) - set(held))
     assert shown[0] != shown[1]
-
-
-def test_a_step_is_the_same_for_any_parts_and_after_a_restart(
-    case: tuple[Stream, datasets.Dataset], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """With workers and on ranks of a run: tests/contracts/test_pairing.py."""
-    stream, _ = case
-    steps, collate = steps_of(stream, tokenizer), Collator(0, IMAGE, longest_first=True)
-    straight = batches_of(steps, 0, 12)
-    for ranks, workers, start in ((1, 2, 1), (2, 1, 4), (3, 3, 7), (stream.order.groups, 1, 0)):
-        for step in (start, start + 3):
-            read = [pack(steps.examples(step, part, ranks * workers)) for part in range(ranks * workers)]
-            merged = [collate(merge(read[rank::ranks])) for rank in range(ranks)]
-            assert sorted(pair for batch in merged for pair in pairs_of(batch)) == content(straight[step])
-            if ranks == 1:
-                assert_same(merged[0], straight[step])
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
-        assert same, f"{name} differs"
 
 
 # -- rows that cannot be used --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, image_shares
 from mm_utils.evaluation.gained import BEFORE, recall_gained
 from mm_utils.evaluation.metrics import summarise_ranks
-from mm_utils.evaluation.reranking import Listed, combine, fit_weights, rank_directions
+from mm_utils.evaluation.reranking import Listed, fit_weights, rank_directions
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
 from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.validation_loss import ValidationLoss
@@ -325,8 +325,3 @@ def test_a_fold_is_ranked_with_weights_that_did_not_see_it(monkeypatch: pytest.M
     assert seen == [{1}, {0}, {0, 1}]
     assert used[0].tolist() == used[1].tolist() == [[1.0], [2.0]]  # fold 0 with weights of fold 1, and the other way
     assert weights == {"match": 3.0}
-
-
-def test_each_fold_is_ranked_with_its_own_row_of_weights() -> None:
-    scores = combine(torch.zeros(2, 3), torch.ones(1, 2, 3), torch.tensor([[1.0], [2.0]]), torch.tensor([4, 7]))
-    assert scores.tolist() == [[1.0] * 3, [2.0] * 3]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from mm_utils.model.adapt import attention_layers
 from mm_utils.model.build import load_model
-from scripts import eval_retrieval, finetune, pretrain
+from scripts import finetune, pretrain
 from tests.kit.corpora import draw
 from tests.kit.media_files import clip, tone
 from tests.kit.models import save_model
@@ -172,17 +172,3 @@ def test_what_was_frozen_or_adapted_is_as_it_was(finished: Finished) -> None:
     assert changed == {f"vision_model.{layer}.weight" for layer in attention_layers(after.vision_model)}
     steps = [after.state_dict()[name] - start[name] for name in changed]
     assert max(int(torch.linalg.matrix_rank(step, rtol=1e-3)) for step in steps) <= 2
-
-
-@pytest.mark.parametrize("finished", ["clip"], indirect=True)
-def test_the_evaluation_script_gives_the_figures_of_the_run(finished: Finished, corpus: Path, tmp_path: Path) -> None:
-    """Also of a stock class, to which no head is made up."""
-    for place in ("", "dual_encoder"):
-        flags = ["--model_name_or_path", str(finished.folder / place), "--train_file", str(corpus)]
-        found = eval_retrieval.main([*flags, "--output_dir", str(tmp_path / "out")])
-        known = {name: value for name, value in finished.metrics.items() if name.removeprefix("eval_") in found}
-        same = {f"eval_{name}": value for name, value in found.items() if f"eval_{name}" in known}
-        assert same == pytest.approx(known, rel=1e-4)
-        assert len(same) > 10
-        assert not any("rerank" in name for name in found)  # eight images fit no weight
-        assert json.loads((tmp_path / "out/metrics.json").read_text()).items() >= found.items()

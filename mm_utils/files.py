@@ -193,7 +193,8 @@ def _exchange(one: Path, other: Path) -> bool:
     """Exchange two folders in one step; return False where the system cannot (renameat2(2), RENAME_EXCHANGE)."""
     if sys.platform != "linux":
         return False
-    here, exchange = -100, 2  # AT_FDCWD: relative paths are those of the current folder
+    here = -100
+    exchange = 2  # AT_FDCWD: relative paths are those of the current folder
     call = ctypes.CDLL(None).renameat2
     return bool(call(here, os.fsencode(one), here, os.fsencode(other), ctypes.c_uint(exchange)) == 0)
 
@@ -261,7 +262,8 @@ def atomic_folder(final: Path, flag: str | None = None) -> Iterator[Path]:
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[bool | None]:
     """Lock a folder while the block runs or this process lives; yield whether it could be locked, None where nothing can."""
-    descriptor, is_locked = os.open(folder, os.O_RDONLY), None
+    descriptor = os.open(folder, os.O_RDONLY)
+    is_locked = None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_locked = True

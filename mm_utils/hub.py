@@ -20,7 +20,8 @@ from mm_utils.training.arguments import CONFIG_FILE
 logger = logging.getLogger(__name__)
 
 # Seconds that start and end wait for the Hub; the end, also as long as 1 MB/s takes
-_START_TIMEOUT, _TIMEOUT = 30.0, 600.0
+_START_TIMEOUT = 30.0
+_TIMEOUT = 600.0
 _NO_MODEL = (
     *("checkpoint-*/*", f"{LAST_CHECKPOINT}/*", ".*", "*/.*", "*.tmp", "*__pycache__*"),
     # About this machine and its paths; the card has the settings, the command and the versions.
@@ -71,8 +72,10 @@ class HubPusher(TrainerCallback):
     """
 
     def __init__(self, output_dir: Path, repository: str | None, strategy: str):
-        self.output_dir, self.repository = output_dir.absolute(), repository or repository_name(output_dir)
-        self.strategy, self.pushed = strategy, ""
+        self.output_dir = output_dir.absolute()
+        self.repository = repository or repository_name(output_dir)
+        self.strategy = strategy
+        self.pushed = ""
         self.pushing: Future[None] | None = None  # the checkpoint `pushed`
         self.api = HfApi()
         disable_progress_bars()

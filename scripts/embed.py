@@ -31,10 +31,6 @@ class EmbedArguments:
     images: str | None = arg(
         None, "A folder of images, with all folders in it, instead of pairs. For a model of clips or sounds, of these."
     )
-    with_clips: bool = arg(
-        False,
-        "With a model of images, also take the videos of the folder: each as the mean of eight frames of its first minute.",
-    )
     split: str | None = arg(None, "Of a source of pairs, embed this split alone: train, validation or test.")
     dataloader_num_workers: str = arg("auto", "Processes that decode media, per rank; auto = one per spare core.")
 
@@ -84,10 +80,6 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     if args.images:
         unread = " ".join(field.name for field in fields(EvaluatedDataArguments) if field.name != "allow_outside_root")
         given.refuse(unread, "--images are media without captions")
-    else:
-        given.refuse("with_clips", "--images is not given")
-    if args.output_file:
-        given.refuse("with_clips", "--output_file is given")
     workers = LoaderArguments(dataloader_num_workers=args.dataloader_num_workers)
     accelerator = make_accelerator()
 
@@ -96,13 +88,11 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     processor = model.processor
     loaders = make_loaders(workers, accelerator.device, processor)
     medium = loaders.medium
-    if medium.kind != "image":
-        given.refuse("with_clips", f"the model embeds {medium.kind}s")
 
     # 3. Media: a folder is listed once, as it may change meanwhile; pairs are the same for all processes.
     if args.images:
-        kind = data_args.allow_outside_root, medium.kind
-        listing = distributed.on_first(lambda: folder_listing(str(args.images), *kind, args.with_clips))
+        allows = data_args.allow_outside_root
+        listing = distributed.on_first(lambda: folder_listing(str(args.images), allows, medium.kind))
     else:
         with distributed.first_then_others():
             pairs = load_pairs(data_args, need_train=False)

@@ -45,10 +45,6 @@ class SearchArguments:
         10, "Let the fusion head reorder the first K hits of a text, where training found that it helps; 0 = do not."
     )
     read_captions: bool = arg(True, "For a text, also count the embeddings of the captions that the index has.")
-    index_factory: str | None = arg(
-        None,
-        "Take the nearest 500 of a FAISS index in memory, and score these exactly: its factory, such as IVF256,Flat.",
-    )
     model_name_or_path: str | None = arg(None, "Where the model is, if it has moved since the index was made.")
     json: bool = arg(False, "Print one JSON object per hit.")
     serve: bool = arg(False, "Serve a page and a JSON API instead.")
@@ -56,10 +52,6 @@ class SearchArguments:
 
     def __post_init__(self) -> None:
         self.query = (self.query or "").strip() or None  # a blank text asks for nothing
-        if self.index_factory and (self.folder or self.since or self.until):
-            raise ValueError(
-                f"--index_factory is {self.index_factory}; a folder or days are searched exactly. Drop one."
-            )
 
 
 if __name__ == "__main__":
@@ -140,18 +132,12 @@ def main(argv: list[str] | None = None) -> None:
     else:
         parsed.refuse("port", "--serve is not given")
     if args.copies:
-        parsed.refuse(
-            "top_k rerank_top_k read_captions index_factory", "--copies compares the thumbnails of all images"
-        )
+        parsed.refuse("top_k rerank_top_k read_captions", "--copies compares the thumbnails of all images")
 
     # 2. The index and its model.
     use_cpu_well()
     searcher = Searcher(
-        str(args.index_dir),
-        args.model_name_or_path,
-        args.rerank_top_k,
-        read_captions=args.read_captions,
-        index_factory=args.index_factory,
+        str(args.index_dir), args.model_name_or_path, args.rerank_top_k, read_captions=args.read_captions
     )
 
     # 3. Serve, or answer one query.

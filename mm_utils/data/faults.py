@@ -118,7 +118,9 @@ NOTES = {
 UNREAD = ("hidden", "not_read", "table_not_read", "archive_not_read", "text_not_read")
 """Reasons of files that no row names: they are counted, and are no rows."""
 MOST_BAD = 0.5  # of a source's rows, which may be left out
-_EXCERPT, _LONGEST_DETAIL, _LONGEST_READ = 200, 1000, 10_000  # characters; redacting reads more than is shown
+_EXCERPT = 200
+_LONGEST_DETAIL = 1000
+_LONGEST_READ = 10_000  # characters; redacting reads more than is shown
 
 
 class Fault(ValueError):
@@ -127,7 +129,9 @@ class Fault(ValueError):
     def __init__(self, reason: str, detail: str, raw: str = ""):
         detail = shortened(escaped(detail[:_LONGEST_READ]), _LONGEST_DETAIL)
         super().__init__(reason, detail, raw)
-        self.reason, self.detail, self.raw = reason, detail, raw
+        self.reason = reason
+        self.detail = detail
+        self.raw = raw
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}. {REASONS[self.reason]}"

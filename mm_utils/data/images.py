@@ -69,7 +69,8 @@ def raw_size(value: dict[str, Any]) -> tuple[int, int] | None:
 def pixels(value: dict[str, Any]) -> np.ndarray:
     """View stored raw RGB pixels as read-only uint8 `[height, width, 3]`, without a copy; UnreadableError if they are not as many."""
     width, height = raw_size(value) or (0, 0)
-    content, wanted = value["bytes"], width * height * 3
+    content = value["bytes"]
+    wanted = width * height * 3
     if len(content) != wanted:
         raise UnreadableError(
             f"{value['path']}: it has {len(content):,} bytes; raw pixels of that size take {wanted:,}"

@@ -46,7 +46,8 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, holds_out: bool 
         pairs = load_or_prepare(sources, paths, trains=need_train)
     if need_train and "train" not in pairs:
         raise ValueError(f"{title}; there is no train split, only {', '.join(pairs)}. Give pairs to train on.")
-    parts, holds_out = dict(pairs), need_train if holds_out is None else holds_out
+    parts = dict(pairs)
+    holds_out = need_train if holds_out is None else holds_out
     if holds_out and "train" in parts and "validation" not in parts:  # no image is touched
         ids = pairs["train"].with_format("arrow")[:]["id"].to_pylist()
         parts["train"], parts["validation"] = hold_out(pairs["train"], ids)
@@ -99,7 +100,9 @@ def iterate_captions(rows: Dataset) -> Iterator[str]:
 def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
     """Return the sources that the flags name, none for the embedded scenes; `labelled` are fields of those of labelled rows."""
     if args.dataset_name:
-        name, title, fields = args.dataset_name, f"--dataset_name is {args.dataset_name}", {**args.columns, **labelled}
+        name = args.dataset_name
+        title = f"--dataset_name is {args.dataset_name}"
+        fields = {**args.columns, **labelled}
         kind = detect(Source(name, title=title, **fields)) if os.path.isdir(name) else "datasets"
         return [Source(name, kind, name, title=title, **fields)]
     given = {split: file for split, file in args.files.items() if file}

@@ -39,7 +39,8 @@ class ParquetRows:
         """
         for group in range(self.file.num_row_groups):
             size = self.file.metadata.row_group(group).num_rows
-            row, skipped = 0, min(first, size)
+            row = 0
+            skipped = min(first, size)
             first -= skipped
             if skipped == size:
                 continue

@@ -150,7 +150,8 @@ def _draw_scenes(counts: dict[str, int], seed: str = "0 contents") -> dict[str, 
     scenes: dict[str, list[_Scene]] = {split: [] for split in counts}
     seen: set[str] = set()
     while any(len(scenes[split]) < count for split, count in counts.items()):
-        scene, with_twin = _draw_scene(rng), rng.random() < 0.5
+        scene = _draw_scene(rng)
+        with_twin = rng.random() < 0.5
         group = scene.group()
         bucket = hashlib.sha256(group.encode()).digest()[0]
         split = "train" if bucket < 205 else "validation" if bucket < 231 else "test"  # of 256: 80, 10 and 10 %
@@ -222,7 +223,9 @@ def _captions(scene: _Scene) -> list[str]:
 
 def _caption(scene: _Scene, language: str, case: str, pattern: str, suffix: str, rng: random.Random) -> str:
     details = rng.choices(_DETAILS)[0]
-    words, (direction, other), (a, b, *third) = _WORDS[language], _AXES[scene.axis], scene.things
+    words = _WORDS[language]
+    (direction, other) = _AXES[scene.axis]
+    (a, b, *third) = scene.things
     if rng.random() < 0.5:
         direction, other, a, b = other, direction, b, a
     filling = words[direction] | {f"other_{key}": value for key, value in words[other].items()}
@@ -248,7 +251,9 @@ def _phrase(thing: _Thing, case: str, details: tuple[str, ...]) -> str:
 def _centres(scene: _Scene, rng: random.Random) -> list[tuple[float, float]]:
     """Place the things, at least 27 apart along their axis."""
     if not scene.side:
-        apart, shift, level = rng.uniform(27, 33), rng.uniform(-1, 1), rng.uniform(-12, 12)
+        apart = rng.uniform(27, 33)
+        shift = rng.uniform(-1, 1)
+        level = rng.uniform(-12, 12)
         along = [32 + shift - apart / 2, 32 + shift + apart / 2]
         across = [32 + level + rng.uniform(-4, 4) for _ in along]
     else:

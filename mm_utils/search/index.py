@@ -32,7 +32,8 @@ from mm_utils.text import one_line
 logger = logging.getLogger(__name__)
 
 VERSION = 6
-SKIPPED, PARTS = "skipped.jsonl", "parts-"
+SKIPPED = "skipped.jsonl"
+PARTS = "parts-"
 KEY = ["id", "mtime_ns", "stamp", "captions"]  # a row is kept where these are equal
 _INFO = "index.json"
 _UNCHECKED = ("thumbnail", "content")  # too large to be read at every start

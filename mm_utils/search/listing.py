@@ -4,7 +4,6 @@ import datetime
 import io
 import itertools
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-import torch
 from PIL import ExifTags, Image
 from torch.utils.data import Dataset
 
@@ -49,8 +47,6 @@ logger = logging.getLogger(__name__)
 Skip = dict[str, str]
 _FEATURES = datasets.Features({"image": FEATURES["image"], "captions": datasets.List(datasets.Value("string"))})
 THUMBNAIL = 256  # pixels of the shorter side, or the model's image size if that is more
-_FRAMES = 8  # of a clip among images
-_SECONDS = 60.0  # of it that are looked at
 
 
 @dataclass
@@ -81,10 +77,8 @@ class Listing:
                 yield {**self.about(next(place)), "captions": captions, **_stamp(image)}
 
 
-def folder_listing(
-    folder: str, allow_outside: bool = False, medium: str = "image", with_clips: bool = False
-) -> Listing:
-    """List the media of a folder, `with_clips` also clips among images; their ids are the sorted relative paths.
+def folder_listing(folder: str, allow_outside: bool = False, medium: str = "image") -> Listing:
+    """List the media of a folder; their ids are the sorted relative paths.
 
     A file counts by its ending; hidden files and folders are passed over, and links to folders are not followed.
 
@@ -94,15 +88,15 @@ def folder_listing(
     if not Path(folder).is_dir():
         what = missing(folder, is_local=True) or f"that is no folder. Give a folder of {medium}s."
         raise ValueError(f"--images is {folder}; {what}")
-    suffixes = (*SUFFIXES[medium], *(SUFFIXES["clip"] if with_clips else ()))
-    jail, names, unread = Jail(folder, allow_outside), list[str](), Unread()
+    jail = Jail(folder, allow_outside)
+    names: list[str] = []
     skipped: list[Skip] = []
+    unread = Unread()
     for place, files in walk(folder, unread):
         for name in files:
             path = os.path.relpath(os.path.join(place, name), folder)
-            if not name.lower().endswith(suffixes):
-                is_clip = medium == "image" and name.lower().endswith(SUFFIXES["clip"])
-                unread.add("clips" if is_clip else "not_read", path)
+            if not name.lower().endswith(SUFFIXES[medium]):
+                unread.add("not_read", path)
                 continue
             try:
                 jail.resolve(path)
@@ -117,7 +111,7 @@ def folder_listing(
         logger.info("--images is %s; %s%s", folder, unread.says(reason), remedy)
     if not names:
         raise ValueError(
-            f"--images is {folder}; it holds no {medium} that can be read ({', '.join(suffixes)}). Check the path; links to "
+            f"--images is {folder}; it holds no {medium} that can be read ({', '.join(SUFFIXES[medium])}). Check the path; links to "
             "folders are not followed."
         )
     names.sort()
@@ -179,16 +173,6 @@ def day_taken(content: bytes) -> str:
         return ""
 
 
-def moments_of(content: bytes) -> list[Image.Image]:
-    """Return eight moments, evenly spread over the first minute of a clip."""
-    first_minute = range(int(_SECONDS * CLIP_FPS))
-    count = sum(1 for _ in zip(first_minute, read_frames(content, CLIP_FPS, max_seconds=math.inf), strict=False))
-    places = [int((at + 0.5) / _FRAMES * count) for at in range(_FRAMES)]
-    frames = zip(range(places[-1] + 1), read_frames(content, CLIP_FPS, max_seconds=math.inf), strict=False)
-    moments = {at: frame.picture() for at, frame in frames if at in places}
-    return [moments[at] for at in places]
-
-
 def stock_file(content: bytes, medium: Medium, codecs: bool = True) -> bytes:
     """Return a medium's file as prepared sets store it, for `Medium.read`; raise UnreadableError."""
     if isinstance(medium, Sound):
@@ -201,14 +185,16 @@ class Reader(Dataset):
     """Media of a listing at some places, read, checked and cut in data workers."""
 
     def __init__(self, listing: Listing, places: Sequence[int], medium: Medium):
-        self.listing, self.places, self.medium = listing, places, medium
+        self.listing = listing
+        self.places = places
+        self.medium = medium
         self.side = getattr(medium, "image_size", 0)
 
     def __len__(self) -> int:
         return len(self.places)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return a row without embedding, with the `square`, or squares, to embed; or a `skipped.jsonl` line."""
+        """Return a row without embedding, with the `square` to embed; or a `skipped.jsonl` line."""
         place = self.places[number]
         row = self.listing.rows[place]
         # If it changes while it is read, the next run embeds it again.
@@ -221,32 +207,33 @@ class Reader(Dataset):
             return dict(skip(found["id"], fault))
 
     def _read(self, image: dict[str, Any]) -> dict[str, Any]:
-        path, content = image["path"] or "", image["bytes"]
-        is_stored, name = bool(content), path.lower()
-        is_clip = self.medium.kind == "image" and not is_stored and not name.endswith(SUFFIXES["image"])
-        is_clip = is_clip and name.endswith(SUFFIXES["clip"])  # a clip among images
-        if not content:
-            content = read_file(path, MOST_MEDIUM_BYTES if is_clip or self.medium.lasts else MOST_BYTES)
-        side, beside = max(THUMBNAIL, self.side), {}
+        path = image["path"] or ""
+        content = image["bytes"] or read_file(path, MOST_MEDIUM_BYTES if self.medium.lasts else MOST_BYTES)
         if self.medium.lasts:  # the part that evaluations take, and a picture of it
-            stored = {"bytes": content if is_stored else stock_file(content, self.medium), "path": None}
-            square, beside = self.medium.read(stored)[0], {"content": stored["bytes"]}
-            shown, side = picture(stored, self.medium.kind, THUMBNAIL // 2), THUMBNAIL
-        elif is_clip:
-            frames = moments_of(content)
-            square, shown = torch.stack([center_square(frame, self.side) for frame in frames]), frames[_FRAMES // 2]
+            stored = {"bytes": image["bytes"] or stock_file(content, self.medium), "path": None}
+            small = shrink(picture(stored, self.medium.kind, THUMBNAIL // 2), THUMBNAIL)
+            return {
+                "square": self.medium.read(stored)[0],
+                "thumbnail": jpeg(small),
+                "print": bytes(FINGERPRINT.itemsize),  # as of a flat image, which resembles none
+                "content": stored["bytes"],
+            }
+        image = {"bytes": content, "path": path}
+        if raw_size(image) is None:
+            checked = check_image(content, CheckArguments(), self.side, MOST_PIXELS)
+            shown = checked.image
+            shorter = min(checked.width, checked.height)
         else:
-            image, beside = {"bytes": content, "path": path}, {"day": day_taken(content)}
-            if raw_size(image) is None:
-                checked = check_image(content, CheckArguments(), self.side, MOST_PIXELS)
-                shown, shorter = checked.image, min(checked.width, checked.height)
-            else:
-                shown = Image.fromarray(pixels(image))
-                shorter = min(shown.size)
-            square = center_square(shown, self.side)
-            if min(shown.size) < min(side, shorter):  # decoded at a reduced scale
-                shown = open_image(image, side)
+            shown = Image.fromarray(pixels(image))
+            shorter = min(shown.size)
+        square = center_square(shown, self.side)
+        side = max(THUMBNAIL, self.side)
+        if min(shown.size) < min(side, shorter):  # decoded at a reduced scale
+            shown = open_image(image, side)
         small = shrink(shown, side)
-        # Sounds and clips of their own models resemble nothing, as flat images do.
-        near = bytes(FINGERPRINT.itemsize) if self.medium.lasts else fingerprint(small)
-        return {"square": square, "thumbnail": jpeg(small), "print": near, **beside}
+        return {
+            "square": square,
+            "thumbnail": jpeg(small),
+            "print": fingerprint(small),
+            "day": day_taken(content),
+        }

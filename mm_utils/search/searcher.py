@@ -34,18 +34,16 @@ from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
 from mm_utils.data.paths import read_file
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, groups, near_pairs
-from mm_utils.distributed import RunError
 from mm_utils.files import changed_ns
 from mm_utils.model.build import open_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.reading import MOST_BYTES, UnreadableError, center_square, open_picture
 from mm_utils.search.index import check_same_model, fingerprints, open_index
 from mm_utils.search.listing import jpeg, stock_file
-from mm_utils.text import one_line, printable
+from mm_utils.text import printable
 
 logger = logging.getLogger(__name__)
 
-_CANDIDATES = 500  # of FAISS, which are scored exactly
 _LARGE = 1600  # pixels of the longer side of an image that is looked at
 _FEW = 30  # images with captions, or without; mean and deviation of fewer say little
 _HANDICAP = 0.15  # of images with captions among others, in standard deviations; see `fused`
@@ -95,12 +93,11 @@ class Searcher:
         model: the folder or Hub id of the model, if it has moved since; or the model itself.
         rerank_top_k: images of an answer that the fusion head reorders; 0 turns it off.
         device: where the model runs; default: a GPU if there is one.
-        index_factory: a string of FAISS's index factory. Its nearest images are scored exactly; a filter turns it off.
         read_captions: whether for texts the embeddings of the captions count beside those of the images.
 
     Raises:
         ValueError: if there is no index or no model.
-        RunError: if the model has changed since the index was made, or FAISS is missing or cannot make its index.
+        RunError: if the model has changed since the index was made.
     """
 
     def __init__(
@@ -110,15 +107,14 @@ class Searcher:
         rerank_top_k: int = 10,
         device: str | None = None,
         read_captions: bool = True,
-        index_factory: str | None = None,
     ):
         folder = Path(index_dir)
         self.info, self._rows = open_index(folder)
         self._texts = self._rows.select_columns(["id", "split", "path", "day", "captions"])
-        self._lock, self._mask_N = threading.Lock(), np.ones(len(self._rows), dtype=bool)
+        self._lock = threading.Lock()
+        self._mask_N = np.ones(len(self._rows), dtype=bool)
         self.undated = 0  # images without a day, which a filter of days leaves out
         self._embeddings = self._vectors("embedding")
-        self._faiss = faiss_index(index_factory, torch.cat(self._embeddings).float()) if index_factory else None
         self._has_captions_N = torch.tensor(self._rows.data.column("caption_embedding").is_valid().to_numpy())
         self._reads_captions = read_captions and bool(self._has_captions_N.any())
         name = model if isinstance(model, str) else self.info.model
@@ -158,7 +154,8 @@ class Searcher:
         Raises:
             ValueError: for a folder that there is not, a date of another form, or days of an index without any.
         """
-        ids, new = self._rows.data.column("id"), copy.copy(self)
+        ids = self._rows.data.column("id")
+        new = copy.copy(self)
         fits = pc.starts_with(ids, f"{folder.strip('/')}/".lstrip("/")).to_numpy()
         if not fits.any():
             folders = sorted({name.rpartition("/")[0] for name in ids.to_pylist()} - {""})
@@ -172,7 +169,8 @@ class Searcher:
                     f"--{name} is {text}; {error}. Give a day such as 2024-05-31, a month or a year."
                 ) from error
         if since or until:
-            days, until = self._rows.data.column("day"), until or "9999"
+            days = self._rows.data.column("day")
+            until = until or "9999"
             has_day = pc.not_equal(days, "").to_numpy()
             if not has_day.any():
                 raise ValueError(
@@ -204,7 +202,8 @@ class Searcher:
             ValueError: if it is blank, or has such words alone.
         """
         text = text if isinstance(text, str) else ""
-        off, text = " ".join(_OFF.findall(text)), " ".join(_OFF.sub(" ", text).split())
+        off = " ".join(_OFF.findall(text))
+        text = " ".join(_OFF.sub(" ", text).split())
         if not text:
             problem = f"only says what to leave out, {off}" if off else "is blank"
             raise ValueError(f"The text {problem}; nothing can be searched for by it. Write what the image shows.")
@@ -216,7 +215,7 @@ class Searcher:
             if off:
                 off_1E, _ = self._model.encode_text(*self._model.text_inputs([off]))
                 query_1E = normalize(query_1E) - _OFF_WEIGHT * normalize(off_1E)
-            scored = self._score(query_1E[0], max(top_k, self.rerank_top_k), self._reads_captions)
+            scored = self._score(query_1E[0], self._reads_captions)
             scored = scored._replace(by_n=scored.by_n + self._with_code(text)[scored.rows])
             places, copies = self._folded(scored, max(top_k, self.rerank_top_k))
             first = places[: self.rerank_top_k] if rerank and self.reranks and not off else []
@@ -232,14 +231,14 @@ class Searcher:
         words = ["".join(draw.choices(string.ascii_lowercase, k=5)) for _ in range(300)]
         texts = [" ".join(words[at : at + 3]) for at in range(0, len(words), 3)]
         queries_tE, _ = self._model.encode_text(*self._model.text_inputs(texts))
-        best = [self._score(query_E, 1, self._reads_captions).by_n.max() for query_E in queries_tE]
+        best = [self._score(query_E, self._reads_captions).by_n.max() for query_E in queries_tE]
         return torch.stack(best).quantile(0.99).item()
 
     def search_image(self, image: Image.Image, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to a picture, best first."""
         example = center_square(open_picture(image), self._medium.image_size)
         with self._lock, torch.no_grad():
-            scored = self._score(self._embedded(example), top_k)
+            scored = self._score(self._embedded(example))
             return self._hits(scored, *self._folded(scored, top_k))
 
     def search_file(self, file: str | bytes, top_k: int = 10) -> list[Hit]:
@@ -257,7 +256,7 @@ class Searcher:
         example = read_query(file, self._medium)
         own = pc.index(self._rows.data.column("path"), os.path.abspath(file)).as_py() if isinstance(file, str) else -1
         with self._lock, torch.no_grad():
-            scored = self._score(self._embedded(example), top_k)
+            scored = self._score(self._embedded(example))
             same = np.flatnonzero(scored.rows == own).tolist()
             same = same or [at for at in best(scored.cosine_n, 1) if scored.cosine_n[at] > _SAME]
             without = int(scored.rows[same[0]]) if same else -1
@@ -265,7 +264,7 @@ class Searcher:
 
     def similar(self, row: int, top_k: int = 10) -> list[Hit]:
         """Return the images that are most similar to an image of the index, without itself; IndexError without such a row."""
-        scored = self._score(torch.tensor(self.stored(row, "embedding")), top_k)
+        scored = self._score(torch.tensor(self.stored(row, "embedding")))
         return self._hits(scored, *self._folded(scored, top_k, row))
 
     def browse(self, count: int) -> list[Hit]:
@@ -278,7 +277,8 @@ class Searcher:
 
     def copies(self) -> list[list[dict[str, Any]]]:
         """Return groups of images that show the same picture: row, id and path."""
-        rows, found = np.flatnonzero(self._mask_N), dict[int, list[dict[str, Any]]]()
+        rows = np.flatnonzero(self._mask_N)
+        found = dict[int, list[dict[str, Any]]]()
         for at, group in enumerate(groups(len(rows), near_pairs(self._prints(rows.tolist())))):
             found.setdefault(group, []).append({"row": int(rows[at]), **self._texts[int(rows[at])]})
         return [group for group in found.values() if len(group) > 1]
@@ -322,22 +322,17 @@ class Searcher:
         query_E = normalize(query_E.float().cpu(), dim=0)
         return torch.cat([block.float() @ query_E for block in blocks])
 
-    def _score(self, query_E: Tensor, count: int, reads_captions: bool = False) -> "_Scored":
-        """Return the scores of all rows that the filter lets through; with FAISS, of the nearest ones."""
-        rows = np.arange(len(self))
-        if self._faiss is not None and self._mask_N.all():
-            _, rows = self._faiss.search(query_E.float().cpu()[None].numpy(), max(_CANDIDATES, 4 * count))
-            rows = np.unique(rows[rows >= 0])
-            stored = self._rows.select_columns(["embedding"]).with_format("torch")[rows.tolist()]["embedding"]
-            cosine_n = self._cosines([stored], query_E)
-        else:
-            cosine_n = self._cosines(self._embeddings, query_E)
-        captions_N, by_n, slope_n = torch.full((len(self),), -torch.inf), cosine_n, torch.ones(len(rows))
+    def _score(self, query_E: Tensor, reads_captions: bool = False) -> "_Scored":
+        """Return the scores of all rows that the filter lets through."""
+        cosine_N = self._cosines(self._embeddings, query_E)
+        by_N = cosine_N
+        slope_N = torch.ones(len(self))
         if reads_captions:
+            captions_N = torch.full((len(self),), -torch.inf)
             captions_N[self._has_captions_N] = self._cosines(self._caption_embeddings, query_E)
-            by_n, slope_n = fused(cosine_n, captions_N[rows], self._agree_N[rows])
-        kept = self._mask_N[rows]
-        return _Scored(rows[kept], cosine_n[kept], by_n[kept], slope_n[kept])
+            by_N, slope_N = fused(cosine_N, captions_N, self._agree_N)
+        rows = np.flatnonzero(self._mask_N)
+        return _Scored(rows, cosine_N[rows], by_N[rows], slope_N[rows])
 
     def _with_code(self, text: str) -> Tensor:
         """Return 1 for rows whose id or captions have the text as a word, if it is one word with a digit, such as SKU-10001; else 0."""
@@ -389,7 +384,8 @@ class Searcher:
 
     def _image(self, row: int, side: int) -> Image.Image:
         """Return an image of the index, of about `side` pixels or more: its file if it is unchanged, else its thumbnail."""
-        path, thumbnail = self.stored(row, "path"), self.stored(row, "thumbnail")
+        path = self.stored(row, "path")
+        thumbnail = self.stored(row, "thumbnail")
         try:
             status = os.stat(path)
             if (str(status.st_size), changed_ns(status)) == (self.stored(row, "stamp"), self.stored(row, "mtime_ns")):
@@ -411,9 +407,12 @@ class Searcher:
         added: dict[int, float] | None = None,
         level: float | None = None,
     ) -> list[Hit]:
-        found, added = [], added or {}
+        found = []
+        added = added or {}
         for rank, at in enumerate(places, 1):
-            row, score, cosine = int(scored.rows[at]), scored.by_n[at].item(), scored.cosine_n[at].item()
+            row = int(scored.rows[at])
+            score = scored.by_n[at].item()
+            cosine = scored.cosine_n[at].item()
             names = [self._texts[each]["id"] for each in copies.get(at, ())]
             reranked = score + scored.slope_n[at].item() * added[at] if at in added else None
             fits = None if level is None else score > level
@@ -444,7 +443,8 @@ def fused(cosine_n: Tensor, captions_n: Tensor, agree_n: Tensor) -> tuple[Tensor
     has_n = captions_n > -torch.inf
     slope_n = torch.where(has_n, (5 + 4 * agree_n).rsqrt(), 1.0)  # |i + 2 c|^2 = 1 + 4 i.c + 4
     score_n = torch.where(has_n, (cosine_n + 2 * captions_n) * slope_n, cosine_n)
-    own_n, other_n = score_n[has_n], score_n[~has_n]
+    own_n = score_n[has_n]
+    other_n = score_n[~has_n]
     if min(len(own_n), len(other_n)) >= _FEW:
         deviation = other_n.std(correction=0)
         ratio = deviation / own_n.std(correction=0).clamp(min=1e-6)
@@ -459,25 +459,6 @@ def best(by_n: Tensor, count: int) -> list[int]:
     if 0 < count < len(by_n):
         kept = (by_n >= by_n.topk(count).values[-1]).nonzero().flatten()
     return kept[by_n[kept].sort(descending=True, stable=True).indices[:count]].tolist()
-
-
-def faiss_index(text: str, embeddings: Tensor) -> Any:
-    """Return a FAISS index of float32 `[N, E]`, which reads a 16th of its lists; RunError if FAISS is missing or cannot make it."""
-    try:
-        import faiss
-
-        index = faiss.index_factory(embeddings.shape[1], text, faiss.METRIC_INNER_PRODUCT)
-        index.train(embeddings.numpy())
-        index.add(embeddings.numpy())
-    except (ImportError, RuntimeError) as error:
-        raise RunError(
-            f"--index_factory is {text}; FAISS cannot search {len(embeddings):,} images so ({one_line(error)}). pip install "
-            "faiss-cpu, give fewer lists, such as IVF64,Flat, or drop the flag."
-        ) from error
-    lists = faiss.try_extract_index_ivf(index)
-    if lists is not None:
-        lists.nprobe = -(-lists.nlist // 16)
-    return index
 
 
 def read_query(file: str | bytes, medium: Any) -> Tensor:

@@ -31,7 +31,7 @@ MOST_BYTES = 20 << 20  # of a file in a request
 MOST_HITS = 1000  # of an answer
 MOST_LETTERS = 1000  # of a text
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")  # names by which this machine is asked
-_ROW = re.compile(r"/(similar|image|large|content)/(\d{1,11})", re.ASCII)
+_ROW = re.compile(r"GET /(similar|image|large|content)/(\d{1,11})", re.ASCII)
 
 
 def serve(searcher: Searcher, port: int) -> None:
@@ -54,7 +54,8 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, searcher: Searcher, port: int):
         page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         self.page = page.replace('data-medium="image"', f'data-medium="{searcher.info.medium}"').encode()
-        self.page_headers, self.searcher = _headers(page), searcher
+        self.page_headers = _headers(page)
+        self.searcher = searcher
         self.decoding = threading.Lock()  # 40 million pixels take a quarter of a gigabyte
         super().__init__(("127.0.0.1", port), _Handler)
 
@@ -72,7 +73,8 @@ class _Refused(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    protocol_version, timeout = "HTTP/1.1", 60  # seconds in which a browser may say nothing
+    protocol_version = "HTTP/1.1"
+    timeout = 60  # seconds in which a browser may say nothing
 
     def do_GET(self) -> None:
         """Answer the page, or a request of it."""
@@ -92,51 +94,52 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_who_asks(self) -> None:
         """Refuse a request that is not of the page or its user."""
-        hosts, origins = self.headers.get_all("host", []), self.headers.get_all("origin", [])
-        if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
+        host = self.headers.get("host", "")
+        if not _HOST.fullmatch(host):
             raise _Refused(403, "This name is not served. Open http://127.0.0.1 with the port.")
         is_visit = self.command == "GET" and self.path.partition("?")[0] == "/"
         is_own = is_visit or self.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
-        if not is_own or any(origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}") for origin in origins):
+        if not is_own or self.headers.get("origin") not in (None, f"http://{host}", f"https://{host}"):
             raise _Refused(403, "Requests of other pages are not answered.")
 
     def _answer(self) -> tuple[str, bytes]:
         """Return the type and the content of an answer."""
         path, _, asked = self.path.partition("?")
-        self.asked, searcher = dict(parse_qsl(asked)), self.server.searcher
-        if self.command == "POST" and path == "/search":
-            return self._hits(searcher, self._body())
-        if self.command == "GET" and path == "/":
+        self.asked = dict(parse_qsl(asked))
+        searcher = self.server.searcher
+        what = f"{self.command} {path}"
+        if what == "POST /search":
+            return self._hits(self._body())
+        if what == "GET /":
             return "text/html; charset=utf-8", self.server.page
-        if self.command == "GET" and path == "/search":
+        if what == "GET /search":
             text = self.asked.get("q", "").strip()
             if not 0 < len(text) <= MOST_LETTERS:
                 raise _Refused(400, f"q has {len(text)} letters; give a text of 1 to {MOST_LETTERS}.")
-            return self._hits(searcher, text)
-        if self.command == "GET" and path == "/browse":
+            return self._hits(text)
+        if what == "GET /browse":
             hits = [{**asdict(hit), "score": None} for hit in searcher.browse(self._count())]
             return "application/json", json.dumps({"total": len(searcher), "hits": hits}).encode()
-        found = _ROW.fullmatch(path)
-        if found is None or self.command != "GET":
+        found = _ROW.fullmatch(what)
+        if found is None:
             raise _Refused(404, "There is nothing at this address.")
-        what, row = found[1], int(found[2])
-        if what == "similar":
-            return self._hits(searcher, row)
-        if what == "content":
-            return "audio/wav" if searcher.info.medium == "sound" else "video/x-msvideo", searcher.stored(
-                row, "content"
-            )
-        if what == "image":
+        row = int(found[2])
+        if found[1] == "similar":
+            return self._hits(row)
+        if found[1] == "content":
+            kind = "audio/wav" if searcher.info.medium == "sound" else "video/x-msvideo"
+            return kind, searcher.stored(row, "content")
+        if found[1] == "image":
             return "image/jpeg", searcher.stored(row, "thumbnail")
         with self.server.decoding:
             return "image/jpeg", searcher.large(row)
 
-    def _hits(self, searcher: Searcher, query: str | int | bytes) -> tuple[str, bytes]:
+    def _hits(self, query: str | int | bytes) -> tuple[str, bytes]:
         """Return the hits of a text, a row or a file."""
         count = self._count()
         part = {name: self.asked.get(name, "").strip() for name in ("folder", "since", "until")}
         try:
-            searcher = searcher.within(**part)
+            searcher = self.server.searcher.within(**part)
         except ValueError as error:
             raise _Refused(400, str(error).removeprefix("--")) from error
         own: list[Hit] = []
@@ -153,21 +156,25 @@ class _Handler(BaseHTTPRequestHandler):
                 if isinstance(error.__cause__, UnidentifiedImageError):
                     reason = "it is not an image, or in an unknown format. Choose a JPEG, PNG or WebP file"
                 raise _Refused(400, f"The {searcher.info.medium} cannot be read: {reason}.") from error
-        found = {"own": list(map(asdict, own)), "hits": list(map(asdict, hits))}
-        answer = {"total": searcher.searched, "undated": searcher.undated, **found}
+        answer = {
+            "total": searcher.searched,
+            "undated": searcher.undated,
+            "own": list(map(asdict, own)),
+            "hits": list(map(asdict, hits)),
+        }
         return "application/json", json.dumps(answer).encode()
 
     def _count(self) -> int:
         count = self.asked.get("k", "24")
-        if not (count.isascii() and count.isdecimal() and len(count) < 5 and 1 <= int(count) <= MOST_HITS):
+        if not re.fullmatch("[0-9]{1,4}", count) or not 1 <= int(count) <= MOST_HITS:
             raise _Refused(400, f"k is not a number from 1 to {MOST_HITS}.")
         return int(count)
 
     def _body(self) -> bytes:
         length = self.headers.get("content-length", "")
-        if not (length.isascii() and length.isdecimal()):
+        if not re.fullmatch("[0-9]{1,99}", length):
             raise _Refused(411, "The length of the file is missing. Send it as Content-Length.")
-        if len(length) > 12 or int(length) > MOST_BYTES:
+        if int(length) > MOST_BYTES:
             raise _Refused(413, f"The file has more than {MOST_BYTES >> 20} MB. Shrink it.")
         return self.rfile.read(int(length))
 
@@ -191,13 +198,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _headers(page: str) -> dict[str, str]:
     """Return every answer's headers; only the page's own code runs."""
-    allowed = {
-        tag: " ".join(
-            f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-            for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        )
-        for tag in ("script", "style")
-    }
+    allowed = {"script": "", "style": ""}
+    for tag, text in re.findall(r"<(script|style)>(.*?)</\1>", page, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        allowed[tag] += f"'sha256-{digest}' "
     return {
         "Content-Security-Policy": f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; "
         f"img-src 'self' blob: data:; media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",

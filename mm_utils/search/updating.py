@@ -87,7 +87,8 @@ def update_index(
             name = os.path.abspath(model) if Path(model).is_dir() else model
             fingerprint, texts = fingerprints(embedder.model, embedder.medium)
             info = IndexInfo(name, fingerprint, texts, embedder.model.config.projection_dim, embedder.medium.kind)
-            before, old = info, info.columns.empty_table()
+            before = info
+            old = info.columns.empty_table()
             if is_older(folder):
                 logger.info("%s was written by an earlier version; all is embedded anew", folder)
             elif has_index(folder):
@@ -115,14 +116,13 @@ def update_index(
 
 
 class _Plan:
-    """What a run has to do; on the main process.
-
-    Attributes:
-        todo: places of the listing that have to be embedded.
-    """
+    """What a run has to do, on the main process; `todo` are the places of the listing that have to be embedded."""
 
     def __init__(self, folder: Path, info: IndexInfo, old: pa.Table, listing: Listing, same_texts: bool):
-        self.folder, self.info, self.old, self.listing = folder, info, old, listing
+        self.folder = folder
+        self.info = info
+        self.old = old
+        self.listing = listing
         self.parts = read_parts(folder, info)
         known = pa.concat_tables([old, *self.parts.values()])
         row_of = {
@@ -160,7 +160,8 @@ class _Plan:
 
     def _blocks(self, known: pa.Table, chosen: list[tuple[int, str, str]]) -> Iterator[pa.Table]:
         """Yield the chosen rows with their present paths and splits, as a folder may have moved, and a pair."""
-        rows, count = datasets.Dataset(known).with_format("arrow"), _ROWS[self.info.medium]
+        rows = datasets.Dataset(known).with_format("arrow")
+        count = _ROWS[self.info.medium]
         for low in tqdm(range(0, len(chosen), count), desc="Writing", leave=False, delay=2):
             places, *present = zip(*chosen[low : low + count], strict=True)
             table = rows[list(places)]
@@ -191,7 +192,8 @@ def embed_share(
         held += embed_batch(examples, embedder, accelerator)
         if held and time.monotonic() - flushed > FLUSH_SECONDS:
             write_part(folder, held, info)
-            held, flushed = [], time.monotonic()
+            held = []
+            flushed = time.monotonic()
     if held:
         write_part(folder, held, info)
     return skipped
@@ -201,7 +203,8 @@ def read_share(
     listing: Listing, mine: Sequence[int], total: int, embedder: Embedder, accelerator: Accelerator, title: str
 ) -> Iterator[tuple[list[dict[str, Any]], list[Skip]]]:
     """Yield this rank's media in batches, those that could be read and the lines of the others; the main process shows a bar."""
-    reader, size = Reader(listing, mine, embedder.medium), embedder.batch_size
+    reader = Reader(listing, mine, embedder.medium)
+    size = embedder.batch_size
     loader = worker_loader(reader, min(embedder.workers, -(-len(mine) // size)), batch_size=size, collate_fn=list)
     is_quiet = not (accelerator.is_main_process and total)
     with tqdm(total=total, desc=title, unit=f" {embedder.medium.kind}s", disable=is_quiet) as bar:
@@ -212,19 +215,19 @@ def read_share(
 
 @torch.no_grad()
 def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator: Accelerator) -> list[dict[str, Any]]:
-    """Return the rows of read images, with unit vectors: of a clip among them of its frames' mean, of captions of theirs."""
+    """Return the rows of read media, with unit vectors: of the medium, and of the mean of its captions."""
     if not examples:
         return []
-    model, size = embedder.model, embedder.batch_size
-    shown = [each.pop("square") for each in examples]
-    parts = [each if each.dim() > len(embedder.medium.shape) else each[None] for each in shown]
+    model = embedder.model
+    size = embedder.batch_size
+    squares = torch.stack([each.pop("square") for each in examples])
     texts = [text for each in examples for text in each["captions"]]
     with accelerator.autocast():
-        pixels_b = embedder.medium.features(torch.cat(parts).to(model.device))
+        pixels_b = embedder.medium.features(squares.to(model.device))
         images_bE, _ = model.encode_image(pixels_b, with_keys_values=False)
         text_inputs = (model.text_inputs(texts[low : low + size]) for low in range(0, len(texts), size))
         texts_tE = [embed_texts(model, *inputs) for inputs in text_inputs]
-    images = _means(images_bE, list(map(len, parts)))
+    images = _means(images_bE, [1] * len(examples))
     captions = _means(torch.cat([images_bE[:0], *texts_tE]), [len(each["captions"]) for each in examples])
     vectors = zip(examples, images, captions, strict=True)
     return [{**each, "embedding": image, "caption_embedding": caption} for each, image, caption in vectors]

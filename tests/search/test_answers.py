@@ -7,7 +7,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -19,7 +18,6 @@ from torch.nn import functional as F
 
 from mm_utils.data.images import open_image
 from mm_utils.data.media.pictures import picture
-from mm_utils.distributed import RunError
 from mm_utils.model.build import load_model
 from mm_utils.model.reading import UnreadableError
 from mm_utils.search.index import open_index, write_info
@@ -253,28 +251,6 @@ def test_no_kind_of_image_loses_by_captions_of_the_others() -> None:
     assert share(score, ~has) > 0.8 * share(cosine, ~has)
 
 
-def test_faiss_finds_what_is_scored_exactly(
-    index: Path, searcher: Searcher, capsys: pytest.CaptureFixture, monkeypatch
-) -> None:
-    """With lists enough to read one of two, the hits are some of the exact ones with their scores; a filter is exact."""
-    exact = searcher.search_text(QUERY, 30)
-    for factory, least in (("Flat", 30), ("IVF2,Flat", 3), ("SQ8", 30)):
-        found = Searcher(index, device="cpu", index_factory=factory)
-        scores = {hit.id: hit.score for hit in found.search_text(QUERY, 30)}
-        assert len(scores) >= least
-        assert scores == pytest.approx({hit.id: hit.score for hit in exact if hit.id in scores}, abs=1e-6)
-        assert list(scores) == [hit.id for hit in exact if hit.id in scores]
-        assert found.within("1").search_text(QUERY, 30) == searcher.within("1").search_text(QUERY, 30)
-    with pytest.raises(RunError, match="FAISS cannot search 30 images so"):
-        Searcher(index, device="cpu", index_factory="IVF64,Flat")
-    with pytest.raises(SystemExit):
-        search.main(["--index_dir", str(index), QUERY, "--index_factory", "Flat", "--folder", "1"])
-    assert "a folder or days are searched exactly. Drop one." in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(RunError, match=r"--index_factory is Flat; .* pip install faiss-cpu"):
-        Searcher(index, device="cpu", index_factory="Flat")
-
-
 def test_equal_scores_keep_the_order_of_the_index() -> None:
     scores = torch.tensor([0.5, 0.7, 0.5, 0.7, 0.5])
     for k in (1, 2, 3, 4, 5, 50):
@@ -472,35 +448,3 @@ def test_an_index_of_sounds_or_clips(medium: str, tmp_path: Path, monkeypatch: p
     for wrong in (bytes(compressed), b"OggS" + bytes(99), media[3][:99], b"", tone(0), str(tmp_path / "nowhere.wav")):
         with pytest.raises(UnreadableError):
             found.search_file(wrong)
-
-
-def test_a_clip_among_images_is_the_mean_of_its_moments(model: Path, tmp_path: Path) -> None:
-    """With a model of images: found by text, by image and by what is similar; shown by its middle; kept by an update."""
-    (tmp_path / "library").mkdir()
-    colours = ["red", "red", "lime", "lime", "blue", "blue", "white", "white"]
-    (tmp_path / "library/one.mp4").write_bytes(clip(colours, (64, 48)))  # AVI inside: files are read by content
-    (tmp_path / "library/two.AVI").write_bytes(clip(["red"] * 300, (64, 48)))  # 75 s
-    (tmp_path / "library/bad.mov").write_bytes(b"no video")
-    for colour in colours[::2]:
-        Image.new("RGB", (64, 48), colour).save(tmp_path / f"library/{colour}.png")
-    flags = ["--model_name_or_path", str(model), "--images", str(tmp_path / "library")]
-    embed.main([*flags, "--index_dir", str(tmp_path / "images")])
-    done = embed.main([*flags, "--index_dir", str(tmp_path / "all"), "--with_clips"])
-    assert (done["images"], done["skipped"]) == (6, 1)
-
-    def embeddings(name: str) -> dict[str, Any]:
-        rows = open_index(tmp_path / name)[1].with_format("torch")
-        return dict(zip(rows["id"][:], rows["embedding"][:].float(), strict=True))
-
-    rows, images = embeddings("all"), embeddings("images")
-    assert rows.keys() - images.keys() == {"one.mp4", "two.AVI"}
-    assert all(torch.equal(rows[name], value) for name, value in images.items())
-    mean = torch.nn.functional.normalize(sum(images.values()), dim=0)
-    torch.testing.assert_close(rows["one.mp4"], mean, rtol=0, atol=0.02)  # frames are stored as JPEG
-    torch.testing.assert_close(rows["two.AVI"], images["red.png"], rtol=0, atol=0.02)
-    again = embed.main([*flags, "--index_dir", str(tmp_path / "all"), "--with_clips"])
-    assert (again["embedded"], again["kept"]) == (0, 6)
-    searcher = Searcher(tmp_path / "all", device="cpu")
-    assert "two.AVI" in [hit.id for hit in searcher.search_image(Image.new("RGB", (64, 48), "red"), 2)]
-    shown = Image.open(io.BytesIO(searcher.large(list(rows).index("one.mp4")))).convert("RGB")
-    assert shown.getpixel((32, 24))[2] > 200 > 60 > shown.getpixel((32, 24))[1]  # blue

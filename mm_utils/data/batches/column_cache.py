@@ -85,7 +85,8 @@ def empty_features(rows: datasets.Dataset) -> dict[str, Tensor]:
     found = {}
     for column in rows.features.arrow_schema:
         if column.name.startswith(FEATURES):
-            kind, shape = column.type.value_type if column.name.startswith(_PER_CAPTION) else column.type, [0]
+            kind = column.type.value_type if column.name.startswith(_PER_CAPTION) else column.type
+            shape = [0]
             while pa.types.is_nested(kind):
                 shape.append(kind.list_size if pa.types.is_fixed_size_list(kind) else 1)
                 kind = kind.value_type
@@ -126,7 +127,8 @@ def fingerprint_of(rows: datasets.Dataset) -> str:
 def arrow_batches(rows: datasets.Dataset, columns: Sequence[str], batch_size: int) -> Iterator[pa.Table]:
     """Yield columns in the order of the rows, as Arrow tables."""
     # `Dataset.iter` takes picked rows one by one, at 20 us each.
-    table, places = rows.data.table.select(columns), picked(rows)
+    table = rows.data.table.select(columns)
+    places = picked(rows)
     if places is not None:
         table = table.combine_chunks()
     for start in range(0, len(rows), batch_size):

@@ -33,8 +33,12 @@ class DeviceLoader:
     """
 
     def __init__(self, loader: Any, device: torch.device, medium: Medium, check: Callable[[], None] | None = None):
-        self.loader, self.device, self.medium, self.check = loader, device, medium, check
-        self.stream, self.wait = torch.cuda.Stream(device) if device.type == "cuda" else None, 0.0
+        self.loader = loader
+        self.device = device
+        self.medium = medium
+        self.check = check
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.wait = 0.0
 
     def with_check(self, check: Callable[[], None] | None) -> "DeviceLoader":
         """Return the same batches with another check."""
@@ -137,7 +141,8 @@ class Loaders:
             )
 
     def _loader(self, pairs: Pairs, batches: RankBatches | list[list[Draw]], collate: Collator) -> DeviceLoader:
-        workers, pins = min(self.arguments.num_workers, len(batches)), self.device.type == "cuda"
+        workers = min(self.arguments.num_workers, len(batches))
+        pins = self.device.type == "cuda"
         return self.on_device(
             worker_loader(pairs, workers, batch_sampler=batches, collate_fn=collate, pin_memory=pins)
         )

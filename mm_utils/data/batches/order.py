@@ -37,7 +37,9 @@ class GlobalOrder:
                 f"--global_batch_size is {sizes.sizes[-1]}, and the training split has {num_rows:,} images; a batch holds "
                 f"an image only once. Give at most --global_batch_size {num_rows}."
             )
-        self.num_rows, self.sizes, self.seed = num_rows, sizes, seed
+        self.num_rows = num_rows
+        self.sizes = sizes
+        self.seed = seed
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     def batch(self, step: int, mine: slice = slice(None)) -> list[Draw]:
@@ -56,11 +58,14 @@ class GlobalOrder:
         first = max(0, epoch - 1) if self.num_rows >= 2 * self.sizes.sizes[-1] else 0
         rows = self._permutation(first)
         for later in range(first + 1, epoch + 1):
-            before, rows = rows, self._permutation(later)
+            before = rows
+            rows = self._permutation(later)
             step = self.sizes.step_of(later * self.num_rows)  # of the epoch's first row
-            size, carried = self.sizes.at(step), later * self.num_rows - self.sizes.before(step)
+            size = self.sizes.at(step)
+            carried = later * self.num_rows - self.sizes.before(step)
             if carried:
-                head, clash = rows[:size], np.isin(rows[:size], before[-carried:])
+                head = rows[:size]
+                clash = np.isin(rows[:size], before[-carried:])
                 rows[:size] = np.concatenate([head[~clash], head[clash]])
         return rows
 
@@ -104,7 +109,9 @@ class RankBatches(Sampler[list[Draw]]):
     """This rank's share of the global batches of steps `start` to `stop`, for a `DataLoader`."""
 
     def __init__(self, order: GlobalOrder, start: int, stop: int):
-        self.order, self.start, self.stop = order, start, stop
+        self.order = order
+        self.start = start
+        self.stop = stop
 
     def __iter__(self) -> Iterator[list[Draw]]:
         mine = slice(distributed.rank(), None, distributed.world_size())

@@ -61,7 +61,8 @@ def add_tokens(
             columns. Its values for other rows are never read.
         features: types of the new columns, if the first rows may not show them.
     """
-    table, places = rows.data, picked(rows)
+    table = rows.data
+    places = picked(rows)
     if not table.num_rows:
         return rows
     key = Hasher.hash((name, fingerprint_of(rows), tokenizer_digest(tokenizer), max_seq_length))

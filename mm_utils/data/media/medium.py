@@ -116,7 +116,10 @@ class Image(Medium):
     mean: Sequence[float] = (0.5,) * 3
     std: Sequence[float] = (0.5,) * 3
     min_crop_area: float = 1.0
-    kind, column, feature, lasts = "image", "image", datasets.Image(decode=False), False
+    kind = "image"
+    column = "image"
+    feature = datasets.Image(decode=False)
+    lasts = False
     suffixes: ClassVar[tuple[str, ...]] = (
         *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
         *(".ppm", ".pgm", ".avif", ".heic", ".heif", ".jp2"),
@@ -161,7 +164,10 @@ class Clip(Image):
     """
 
     frames: int = 16
-    kind, column, feature, lasts = "clip", "video", Video(decode=False), True
+    kind = "clip"
+    column = "video"
+    feature = Video(decode=False)
+    lasts = True
     suffixes = (
         *(".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp", ".ogv"),
         ".gif",
@@ -206,7 +212,9 @@ class Sound(Medium):
     seconds: float
     min_share: float = 1.0
     jitter: float = 0.0
-    kind, column, feature = "sound", "audio", Audio(decode=False)
+    kind = "sound"
+    column = "audio"
+    feature = Audio(decode=False)
     suffixes = (
         *(".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".wma", ".amr"),
     )
@@ -227,13 +235,15 @@ class Sound(Medium):
 
         samples, rate = read_wav(value["bytes"] or b"")
         length = len(samples) / rate
-        room, beyond = length - self.seconds, (1 - self.min_share) * self.seconds
+        room = length - self.seconds
+        beyond = (1 - self.min_share) * self.seconds
         if rng is None:
             begin = max(0.0, room) / 2
         else:  # what is shorter lies anywhere in a window that may leave it
             low, high = (min(-beyond, room), room + beyond) if beyond else (0.0, room)
             begin = rng.uniform(low, max(0.0, high))
-        first, count = int(begin * rate), round(self.seconds * rate)
+        first = int(begin * rate)
+        count = round(self.seconds * rate)
         part = samples[max(0, first) : first + count]
         if rate != self.rate:
             part = resample_poly(part.astype(np.float32), self.rate, rate).round().clip(-32768, 32767).astype(np.int16)

@@ -19,7 +19,9 @@ from mm_utils.model.reading import Frame, UnreadableError, wav_samples
 
 _REASON = "medium_unreadable"
 _MOST_FRAMES = 250_000  # an hour of 60 frames a second
-_FRAME, _INDEX, _KEY_FRAME = b"00dc", b"idx1", 0x10
+_FRAME = b"00dc"
+_INDEX = b"idx1"
+_KEY_FRAME = 0x10
 _HEADERS = 512  # bytes, within which the frames begin
 
 
@@ -49,12 +51,16 @@ def store_clip(
         The file, and columns of it: `seconds`, `width` and `height`, and `original_width` and `original_height` of the first
         frame, upright. Frames of different sizes are fitted to the first, which is noted as frames_fitted.
     """
-    jpegs, size, original_size, last = list[bytes](), (0, 0), (0, 0), None
+    jpegs = list[bytes]()
+    size = (0, 0)
+    original_size = (0, 0)
+    last = None
     for frame in frames:
         if frame is last:
             jpegs.append(b"")
             continue
-        last, image = frame, frame.picture()
+        last = frame
+        image = frame.picture()
         original_size = original_size if jpegs else image.size
         image = image if short_side is None else shrink(image, short_side)
         size = size if jpegs else image.size
@@ -69,7 +75,9 @@ def store_clip(
 
 def write_avi(frames: Sequence[bytes], fps: float, size: tuple[int, int]) -> bytes:
     """Return an AVI file of JPEG frames of one `size`, (width, height); an empty one shows the frame before for longer."""
-    rate, count, largest = Fraction(fps).limit_denominator(1_000_000), len(frames), max(map(len, frames), default=0)
+    rate = Fraction(fps).limit_denominator(1_000_000)
+    count = len(frames)
+    largest = max(map(len, frames), default=0)
     most = largest * -(-rate.numerator // rate.denominator)  # bytes a second
     main = struct.pack("<14I", round(1e6 / rate), most, 0, 0x10, count, 0, 1, largest, *size, 0, 0, 0, 0)
     timing = (rate.denominator, rate.numerator, 0, count, largest, 0xFFFFFFFF, 0)
@@ -78,11 +86,13 @@ def write_avi(frames: Sequence[bytes], fps: float, size: tuple[int, int]) -> byt
     streams = _chunk(b"LIST", b"strl" + _chunk(b"strh", stream) + _chunk(b"strf", picture))
     headers = _chunk(b"LIST", b"hdrl" + _chunk(b"avih", main) + streams)
     chunks = [_chunk(_FRAME, frame) for frame in frames]
-    at, entries = len(b"movi"), []
+    at = len(b"movi")
+    entries = []
     for frame, chunk in zip(frames, chunks, strict=True):
         entries.append(struct.pack("<4sIII", _FRAME, _KEY_FRAME if frame else 0, at, len(frame)))
         at += len(chunk)
-    movie, index = _chunk(b"LIST", b"movi" + b"".join(chunks)), _chunk(_INDEX, b"".join(entries))
+    movie = _chunk(b"LIST", b"movi" + b"".join(chunks))
+    index = _chunk(_INDEX, b"".join(entries))
     return _chunk(b"RIFF", b"AVI " + headers + movie + index)
 
 
@@ -98,15 +108,19 @@ def read_avi(content: bytes) -> tuple[list[memoryview], float]:
     Raises:
         UnreadableError: if it is none.
     """
-    stream, at = content.find(b"vidsMJPG", 0, _HEADERS), content.find(b"movi", 0, _HEADERS) + 4
+    stream = content.find(b"vidsMJPG", 0, _HEADERS)
+    at = content.find(b"movi", 0, _HEADERS) + 4
     if content[:4] != b"RIFF" or content[8:12] != b"AVI " or not 0 < stream < at - 28:
         raise UnreadableError("it is no AVI file of JPEG frames, as prepared clips are", _REASON)
-    frames, end = list[memoryview](), 8 + int.from_bytes(content[4:8], "little")
+    frames = list[memoryview]()
+    end = 8 + int.from_bytes(content[4:8], "little")
     if end > len(content):
         raise UnreadableError(f"it has {len(content):,} of its {end:,} bytes", _REASON)
     while content[at : at + 4] == _FRAME:
-        begin, size = at + 8, int.from_bytes(content[at + 4 : at + 8], "little")
-        frame, at = memoryview(content)[begin : begin + size], begin + size + size % 2
+        begin = at + 8
+        size = int.from_bytes(content[at + 4 : at + 8], "little")
+        frame = memoryview(content)[begin : begin + size]
+        at = begin + size + size % 2
         if at > end or len(frames) == _MOST_FRAMES:
             raise UnreadableError(f"it ends within a frame, or has more than {_MOST_FRAMES:,}", _REASON)
         # Only JPEG is decoded at a small scale

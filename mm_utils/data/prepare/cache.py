@@ -67,7 +67,8 @@ def load_labelled_rows(sources: list[Source], paths: PathArguments) -> tuple[Dat
         it; of clips and sounds also `seconds`, and the `file_hash` that parts of a file have in common. And the names of all
         classes in order, if the source has them.
     """
-    (folder, classes), medium = _checked(sources, paths, "keep"), sources[0].medium
+    (folder, classes) = _checked(sources, paths, "keep")
+    medium = sources[0].medium
     found = open_rows(folder).cast_column("image", FEATURES[medium]).rename_column("stored_hash", "content_id")
     return found.remove_columns(["seconds", "file_hash"]) if medium == "image" else found, classes
 
@@ -82,8 +83,10 @@ def _checked(sources: list[Source], paths: PathArguments, on_leakage: str) -> tu
                 classes[row.classes] = None
             yield row
 
-    names, labelled = ", ".join(source.name for source in sources), sources[0].labelled
-    title, hidden = f"Reading {redact(names)}", distributed.rank() > 0
+    names = ", ".join(source.name for source in sources)
+    labelled = sources[0].labelled
+    title = f"Reading {redact(names)}"
+    hidden = distributed.rank() > 0
     given = tqdm(rows(), desc=title, unit=" rows", leave=False, disable=hidden)
     storage = replace(IN_PLACE, captioned=not labelled)
     rules = ReconcileArguments(validation_fraction=0.0, on_leakage=on_leakage)

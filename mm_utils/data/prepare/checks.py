@@ -79,7 +79,8 @@ def _header(data: bytes, limits: CheckArguments) -> Image.Image:
         raise Fault("too_many_pixels", decoder_message(error)) from error
     except Exception as error:  # damaged headers raise OSError, ValueError, SyntaxError, struct.error, KeyError ...
         raise _header_fault(data, error) from error
-    (width, height), shape = header.size, "{} x {} pixels".format(*header.size)
+    (width, height) = header.size
+    shape = "{} x {} pixels".format(*header.size)
     if width * height > limits.max_image_pixels:
         raise Fault("too_many_pixels", shape)
     if min(width, height) < limits.min_image_side:
@@ -131,7 +132,8 @@ _NO_IMAGES = ("an HTML page", "a Git LFS pointer", "a video")
 
 def _kind_of(content: bytes) -> str | None:
     """Return the kind of file, a key of `_KINDS` or another known one, or None."""
-    head, kinds = content[:1024], {**_KINDS, **_OTHER_KINDS}
+    head = content[:1024]
+    kinds = {**_KINDS, **_OTHER_KINDS}
     return next((name for name, magic in kinds.items() if magic.match(head)), None)
 
 
@@ -153,7 +155,8 @@ def _end_of_image(content: bytes) -> int | None:
 
 def _end_of_jpeg(content: bytes) -> int:
     """Walk the segments: a thumbnail's end mark inside one is not the image's."""
-    at, scans = 2, 0
+    at = 2
+    scans = 0
     for _ in range(_MAX_PARTS):
         match = _JPEG_MARKER.search(content, at)
         if match is None:
@@ -171,7 +174,8 @@ def _end_of_jpeg(content: bytes) -> int:
 
 
 def _end_of_png(content: bytes) -> int:
-    view, at = memoryview(content), 8
+    view = memoryview(content)
+    at = 8
     for _ in range(_MAX_PARTS):
         stop = at + 12 + int.from_bytes(content[at : at + 4], "big")
         if stop > len(content):
@@ -253,7 +257,8 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
 def check_captions(captions: Sequence[Any], limits: CheckArguments) -> tuple[list[str], list[Fault], list[str]]:
     """Return the good captions of one image, each once, the faults of the others, at least one if none is good, and the notes."""
     good: dict[str, None] = {}
-    faults, notes = [], list[str]()
+    faults = []
+    notes = list[str]()
     for value in captions:
         try:
             text, found = check_caption(value, limits)

@@ -185,14 +185,16 @@ def _first_of(codes_N: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Path) -> None:
     """Find the groups that the sources put into several splits, and drop, keep or refuse them."""
-    given, facts = np.flatnonzero(state.split_N >= 0), found.facts
+    given = np.flatnonzero(state.split_N >= 0)
+    facts = found.facts
 
     def leaking(codes_N: np.ndarray) -> np.ndarray:
         alone = -2 - np.arange(len(codes_N))
         return given[leaks(state.split_N[given], np.where(codes_N < 0, alone, codes_N)[given])]
 
     looks_N = state.look_U[state.image_N]
-    near, by_id = leaking(looks_N), leaking(state.id_N)
+    near = leaking(looks_N)
+    by_id = leaking(state.id_N)
     links = [state.near_P, _linked(state, state.of_group_N)]
     if len(by_id) >= _COUNTERS and not np.isin(by_id[:, 0], near[:, 0]).any():
         logger.warning(

@@ -215,7 +215,8 @@ def ingest_rows(rows: Rows, plan: IngestPlan, work: Path) -> Iterator[tuple[Path
     with tqdm(desc="Checking", unit=" rows", smoothing=0.05) as bar, plan.pool(plan.workers) as pool:
         try:
             under_way: deque[Future[ChunkResult]] = deque()
-            chunks, count = enumerate(cut_into_chunks(rows)), 0
+            chunks = enumerate(cut_into_chunks(rows))
+            count = 0
             while True:
                 for number, chunk in itertools.islice(chunks, 2 * plan.workers - len(under_way)):
                     under_way.append(pool.submit(ingest, number, chunk, parts, plan.checks, plan.storage))
@@ -270,7 +271,9 @@ def _named(sources: list[Source]) -> list[Source]:
 
 def refuse_hopeless(found: Ingested, name: str, most: float, none_left: bool = False) -> None:
     """Raise ValueError if too many rows of a source are bad."""
-    title, bad, rows = found.sources[name].title, found.bad[name], found.rows[name]
+    title = found.sources[name].title
+    bad = found.bad[name]
+    rows = found.rows[name]
     if rows == 0:
         raise ValueError(f"{title}; it holds no rows. Give a source that has some.")
     hopeless = is_hopeless(bad, rows, most)
@@ -335,13 +338,15 @@ def ingest(
         pa.ipc.new_stream(file, PART_SCHEMA) as writer,
     ):
         warnings.simplefilter("ignore")
-        held, size = list[dict[str, Any]](), 0
+        held = list[dict[str, Any]]()
+        size = 0
         for row in worker.rows(items):
             held.append(row)
             size += len(row["image"]["bytes"] or b"")
             if size >= BATCH_BYTES:
                 writer.write_batch(pa.RecordBatch.from_pylist(held, PART_SCHEMA))
-                held, size = [], 0
+                held = []
+                size = 0
         if held:
             writer.write_batch(pa.RecordBatch.from_pylist(held, PART_SCHEMA))
     os.replace(scratch, done.with_suffix(".arrow"))
@@ -384,7 +389,9 @@ class Worker:
     """Checks and stores the rows of a chunk; consecutive rows of an image decode it once."""
 
     def __init__(self, checks: CheckArguments, storage: Storage, key: str):
-        self.checks, self.storage, self.result = checks, storage, ChunkResult(key)
+        self.checks = checks
+        self.storage = storage
+        self.result = ChunkResult(key)
         self.last: tuple[tuple[ImageRef, Any], dict[str, Any]] | None = None
 
     def rows(self, items: Sequence[Record | BadRow]) -> Iterator[dict[str, Any]]:
@@ -428,7 +435,9 @@ class Worker:
         try:
             good, faults, notes = check(record, *given, self.checks)
         except Fault as fault:  # of all of them
-            good, faults, notes = None, [fault], []
+            good = None
+            faults = [fault]
+            notes = []
         self.result.notes.update(notes)
         self._set_aside(record, *faults)
         return good or None
@@ -472,7 +481,8 @@ class Worker:
 
         Bytes that need no change, carry no metadata and are not larger are kept: a JPEG is not compressed twice.
         """
-        store, short_side = self.storage.store, self.storage.short_side
+        store = self.storage.store
+        short_side = self.storage.short_side
         if short_side is None:
             in_place = store == "reference" and isinstance(ref, FileImage) and ref.name == storable(ref.name)
             return None if in_place else data, ref.name if in_place else None, (checked.width, checked.height)

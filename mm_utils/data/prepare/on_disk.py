@@ -119,7 +119,8 @@ def with_image(pairs: DatasetDict) -> DatasetDict:
 
 def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> DatasetDict:
     """Write all splits into `folder`, images straight from the `parts`; return them."""
-    facts, medium = found.facts, found.facts["medium"][0].as_py()
+    facts = found.facts
+    medium = found.facts["medium"][0].as_py()
     stored = _STORED if medium == "image" else ("image", "seconds", *_STORED[1:3])
     optional = [name for name in _TEXT[1:] if facts[name].null_count < len(facts)]
     merged = {
@@ -133,7 +134,8 @@ def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> Datas
         for part in parts:
             images = read_part(part, stored)
             inside = rows[slice(*np.searchsorted(rows, [begin, begin + len(images)]))]
-            beside, places = pieces(facts.slice(begin, len(images)), inside - begin), iter(inside.tolist())
+            beside = pieces(facts.slice(begin, len(images)), inside - begin)
+            places = iter(inside.tolist())
             for image, own in zip(pieces(images, inside - begin), beside, strict=True):
                 texts = [merged.get(next(places), text) for text in own.select(_TEXT).to_pylist()]
                 text = pa.Table.from_pylist(texts, own.select(_TEXT).schema)

@@ -95,7 +95,8 @@ def _pairs_that_agree(
     """Yield the pairs of rows [P, 2] that agree in bits, and in none of some bands as a whole, in chunks."""
     keys = hashes_N & agree
     order = np.argsort(keys)
-    keys, hashes = keys[order], hashes_N[order]
+    keys = keys[order]
+    hashes = hashes_N[order]
     left = np.arange(len(keys))
     for gap in range(1, len(keys)):
         left = left[: np.searchsorted(left, len(keys) - gap)]

@@ -33,7 +33,8 @@ from mm_utils.plots import MUTED, draw_text, save_figure, wrap
 from mm_utils.text import byte_size, markdown_table, markdown_text, publishable, redact, without_secrets
 
 CARD = "README.md"
-_SHARED, _SHOWN_PAIRS = 3, 24
+_SHARED = 3
+_SHOWN_PAIRS = 24
 _FEW_GROUPS = 10  # of which a tenth is none
 _FEW_TRAINING = 300  # the README's "Start with 300"
 _FEW_NEIGHBOURS = 5  # rows outside train that are like one of train by chance
@@ -98,7 +99,9 @@ def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the counts of every split, and the captions of all that differ and that too many images share; no image is read."""
     splits: dict[str, Any] = {}
     texts: list[pa.Array] = []  # still in their files
-    keys, owners, images = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    keys = [np.zeros(0, np.int64)]
+    owners = [np.zeros(0, np.int64)]
+    images = 0
     lengths = list[int]()
     foreign = 0
     for name, rows in pairs.items():
@@ -114,7 +117,8 @@ def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
             images += len(batch)
             split["captions"] += len(own)
             split["bytes"] += pc.sum(pc.binary_length(pc.struct_field(batch["image"], "bytes"))).as_py() or 0
-    keys_M, text = np.concatenate(keys), pa.chunked_array(texts, pa.string())
+    keys_M = np.concatenate(keys)
+    text = pa.chunked_array(texts, pa.string())
     _, first = np.unique(keys_M, return_index=True)
     _, counts = np.unique(np.unique(np.stack([keys_M, np.concatenate(owners)]), axis=1)[0], return_counts=True)
     # Such a caption describes none of its images well, and in a batch these are each other's false negatives.
@@ -131,7 +135,8 @@ def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def compare(pairs: DatasetDict, earlier: pa.Table) -> dict[str, int]:
     """Count the rows that are new, gone and kept since the `earlier_rows`, and those that are in another split."""
-    places, moved = [np.zeros(0, np.int64)], 0
+    places = [np.zeros(0, np.int64)]
+    moved = 0
     for split, rows in pairs.items():
         place_N = places_of(rows.select_columns(["id", "image_hash"]).with_format("arrow")[:], earlier)
         known = place_N[place_N >= 0]
@@ -163,7 +168,8 @@ def describe(summary: dict[str, Any], folder: str) -> str:
 
 def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any]) -> None:
     """Write `report.md`, and `pairs.jpg`, a contact sheet of random pairs; only the images that are shown are read."""
-    kind, rng = summary["medium"], np.random.default_rng(0)
+    kind = summary["medium"]
+    rng = np.random.default_rng(0)
     share = math.ceil(_SHOWN_PAIRS / max(1, len(pairs)))
     chosen = {name: sorted(rng.permutation(len(rows))[:share].tolist()) for name, rows in pairs.items()}
     draw_contact_sheet(
@@ -223,7 +229,9 @@ def _leaks(leakage: dict[str, Any]) -> tuple[int, int]:
 
 def _look_first(summary: dict[str, Any]) -> list[str]:
     """Return what a person should know before training, the most serious first, in the words of the sources."""
-    kind, captions, found = summary["medium"], _total(summary, "captions"), []
+    kind = summary["medium"]
+    captions = _total(summary, "captions")
+    found = []
     copies, dropped = _leaks(summary["leakage"])
     if copies and not dropped:
         found.append("The splits leak: an evaluation would measure memory. Prepare with --on_leakage drop.")
@@ -277,7 +285,8 @@ def _splits_first(summary: dict[str, Any]) -> list[str]:
 def _missing_split(split: str, summary: dict[str, Any]) -> str:
     """Return what makes a split, or why its share made none."""
     by_name = f"name some rows {split}, in a column split or by their folder"
-    groups, has_share = summary["duplicates"]["groups"], summary["settings"][f"{split}_fraction"] != 0
+    groups = summary["duplicates"]["groups"]
+    has_share = summary["settings"][f"{split}_fraction"] != 0
     if not has_share and groups >= _FEW_GROUPS:
         return f"--{split}_fraction 0.1 makes one"
     if summary["own_splits"] or not (has_share or summary["ungrouped"]):
@@ -319,7 +328,8 @@ def _plural(count: int, noun: str) -> str:
 
 def draw_contact_sheet(tiles: Sequence[tuple[Image.Image, str, str]], out_path: Path) -> None:
     """Draw pictures with their titles and texts, six in a row, as a JPEG."""
-    side, below = 1.5, 0.94  # inches
+    side = 1.5
+    below = 0.94  # inches
     columns = min(6, len(tiles))
     rows = math.ceil(len(tiles) / columns)
     figure = Figure(figsize=(1.1 * side * columns, (side + below) * rows), dpi=120, facecolor="white")
@@ -347,7 +357,8 @@ def _tile(split: Dataset, row: int, name: str) -> tuple[Image.Image, str, str]:
 
 def write_data_card(folder: Path, name: str, pairs: DatasetDict, summary: dict[str, Any]) -> None:
     """Write a prepared folder's `README.md`, named `name`: for the Hub, `load_dataset`, and with the text of its `report.md`."""
-    features, kind = next(iter(pairs.values())).features, summary["medium"]
+    features = next(iter(pairs.values())).features
+    kind = summary["medium"]
     columns: dict[str, Any] = {}
     if summary["storage"]["store"] != "raw":  # whose pixels stay bytes
         decoded = Features({COLUMNS[kind] if name == "image" else name: each for name, each in features.items()})

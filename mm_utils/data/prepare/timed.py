@@ -42,7 +42,8 @@ def store_medium(
     with unreadable_as_fault():
         if record.medium == "sound":
             samples = read_sound(content, args.sound_rate, **options, notes=notes)
-            stored, row = write_wav(samples, args.sound_rate), {"seconds": len(samples) / args.sound_rate}
+            stored = write_wav(samples, args.sound_rate)
+            row = {"seconds": len(samples) / args.sound_rate}
         else:
             most = checks.max_image_pixels
             frames = read_frames(content, args.clip_fps, **options, max_pixels=most, notes=notes)
@@ -63,9 +64,12 @@ def stored_regions(record: Record, image: Mapping[str, Any], checks: CheckArgume
     """Return a record's boxes as x, y, width, height in pixels of the stored `image`, each with its phrase; raises bad_regions."""
     if image.get("width") is None:
         return None, [], []
-    width, height = image["original_width"], image["original_height"]
-    across, down = image["width"] / width, image["height"] / height
-    boxes, faults = [], list[Fault]()
+    width = image["original_width"]
+    height = image["original_height"]
+    across = image["width"] / width
+    down = image["height"] / height
+    boxes = []
+    faults = list[Fault]()
     for region in _listed(record.regions, "bad_regions"):
         try:
             try:
@@ -88,9 +92,14 @@ def stored_regions(record: Record, image: Mapping[str, Any], checks: CheckArgume
 
 def stored_moments(record: Record, medium: Mapping[str, Any], checks: CheckArguments) -> Moved:
     """Return a record's moments, on the clock of its file, as spans of the part that is stored; raises bad_moments."""
-    moments, cut, seconds = _listed(record.moments, "bad_moments"), record.cut, medium.get("seconds", 0.0)
-    begin, is_cut = seconds_of(cut[0] or 0), cut != (None, None)
-    good, faults, notes = [], list[Fault](), list[str]()
+    moments = _listed(record.moments, "bad_moments")
+    cut = record.cut
+    seconds = medium.get("seconds", 0.0)
+    begin = seconds_of(cut[0] or 0)
+    is_cut = cut != (None, None)
+    good = []
+    faults = list[Fault]()
+    notes = list[str]()
     for moment in moments:
         try:
             span = moment.get("span") if isinstance(moment, Mapping) else None
@@ -99,7 +108,8 @@ def stored_moments(record: Record, medium: Mapping[str, Any], checks: CheckArgum
             start, end = map(seconds_of, span)
             with unreadable_as_fault():
                 check_cut(start, end, None if is_cut else max(seconds, TOLERANCE))
-            low, high = max(0.0, start - begin), min(seconds, end - begin)
+            low = max(0.0, start - begin)
+            high = min(seconds, end - begin)
             if is_cut and (low, high) != (start - begin, end - begin):
                 notes.append("moment_cut")
             if low < high:

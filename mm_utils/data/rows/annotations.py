@@ -43,7 +43,8 @@ def format_of(path: Path, head: str) -> str | None:
     first = head.split("\n", 1)[0].strip()
     if suffix in (".json", ".jsonl"):
         return _format_of_document(path) if suffix == ".json" and head.lstrip().startswith("{") else None
-    is_table, has_header = suffix in (".csv", ".tsv"), _FLICKR_HEADER.match(head) is not None
+    is_table = suffix in (".csv", ".tsv")
+    has_header = _FLICKR_HEADER.match(head) is not None
     if has_header and not is_table and "|" not in first and first.count(",") > 1:
         return "csv"
     if _TOKEN_LINE.match(head) or (not is_table and (has_header or _TOKEN_LINE.search(head))):
@@ -116,9 +117,11 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
 
     Everything after the first comma is the caption: Flickr8k's captions hold commas and are not always quoted.
     """
-    builder, lines = _builder(source, safety), enumerate(read_lines(Path(source.path)), start=1)
+    builder = _builder(source, safety)
+    lines = enumerate(read_lines(Path(source.path)), start=1)
     first = next(read_lines(Path(source.path)), "").strip()
-    pattern, has_header = _TOKEN, _HEADER.match(first) is not None
+    pattern = _TOKEN
+    has_header = _HEADER.match(first) is not None
     if has_header and "|" not in first and first.count(",") > 1:
         raise ValueError(
             f"{source.title}, format=flickr; its header has {first.count(',') + 1} columns ({shortened(first)}), and such a list "
@@ -142,7 +145,8 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
 
 def _open_document(source: Source, safety: PathArguments, *keys: str) -> tuple[dict[str, Any], RecordBuilder]:
     """Parse a JSON document whose `keys` are lists; return it with the builder of its records."""
-    path, builder = Path(source.path), _builder(source, safety)
+    path = Path(source.path)
+    builder = _builder(source, safety)
     with path.open("rb") as head:
         if is_wide(head.read(4096)):
             raise ValueError(f"{source.title}; the file is UTF-16 or UTF-32 text. Save it as UTF-8.")

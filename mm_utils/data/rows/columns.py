@@ -46,7 +46,9 @@ NEGATIVES = "negatives"
 BESIDE = ("regions", NEGATIVES)  # columns that a row may have under these names alone
 BESIDE_TIME = ("start", "end", "moments")  # and those of clips and sounds
 _OF_SETS = {"set", "split", "data", "dataset", "image", "images", "img", "imgs", "photos", "pictures", "files"}
-HOLDOUT_FRACTION, HOLDOUT_LEAST, HOLDOUT_MOST = 0.05, 30, 2000
+HOLDOUT_FRACTION = 0.05
+HOLDOUT_LEAST = 30
+HOLDOUT_MOST = 2000
 _LISTED = 40  # columns that a message names
 
 
@@ -101,7 +103,8 @@ def find_columns(
         find_column("caption_template", names, title, part, ())
     group = find_column("group_column", names, title, wanted.group, ())
     medium = wanted.medium if wanted.medium != "auto" else _find_medium(names, title, wanted, typed, first)
-    label, others = wanted.label, list(names)
+    label = wanted.label
+    others = list(names)
     if wanted.labelled:
         if label is None and len(labels) == 1:
             [label] = labels

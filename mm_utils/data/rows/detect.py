@@ -69,7 +69,8 @@ def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
     files = metadata_files(Path(source.path)) if source.format == "imagefolder" else []
     if source.labelled and source.format == "imagefolder" and not files:
         source = replace(source, format="classes")
-    is_own, template = source.format not in FORMATS, source.caption_template
+    is_own = source.format not in FORMATS
+    template = source.caption_template
     if template is not None and (not source.columns.parts or source.caption_column):
         raise ValueError(
             f"{source.title}, caption_template={template}; it takes the place of caption_column. Name columns in braces: "

@@ -33,10 +33,6 @@ _REASONS = {
     **dict.fromkeys(CAPTION_SUFFIXES, "text_not_read"),
 }
 _MOST_KINDS = 8  # that a sentence names
-_PASSED = {
-    "hidden": "{:,} hidden folders and files, or those of a program, such as {}, are not read",
-    "clips": "{:,} videos, such as {}, are left out; --with_clips takes them",
-}
 
 
 def is_service(name: str) -> bool:
@@ -70,15 +66,16 @@ class Unread:
     def add(self, reason: str, path: str) -> None:
         """Count a file, or a hidden folder."""
         kinds = self.passed.setdefault(reason, {})
-        kind = "" if reason in _PASSED else ending(path)
+        kind = "" if reason == "hidden" else ending(path)
         count, first = kinds.get(kind, (0, path))
         kinds[kind] = count + 1, first
 
     def says(self, reason: str) -> str:
         """Say how many files of each kind were passed by for a reason."""
         kinds = sorted(self.passed[reason].items(), key=lambda item: -item[1][0])
-        if reason in _PASSED:
-            return _PASSED[reason].format(*kinds[0][1])
+        if reason == "hidden":
+            count, first = kinds[0][1]
+            return f"{count:,} hidden folders and files, or those of a program, such as {first}, are not read"
         named = [
             first if count == 1 else f"{count:,} {f'{kind} files'.strip()}, such as {first}"
             for kind, (count, first) in kinds[:_MOST_KINDS]

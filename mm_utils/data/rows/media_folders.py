@@ -43,7 +43,9 @@ _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read media with a caption file beside each, one caption a line."""
-    builder, unread, jail = RecordBuilder(source, safety), Unread(), Jail(source.path, safety.allow_outside_root)
+    builder = RecordBuilder(source, safety)
+    unread = Unread()
+    jail = Jail(source.path, safety.allow_outside_root)
     suffixes = SUFFIXES[builder.medium]
 
     def files() -> Iterator[tuple[str, tuple[str | None, list[str]]]]:
@@ -89,7 +91,8 @@ def _text_of(file: str, jail: Jail) -> str:
 
 def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read ``<class>/<image>`` or ``<split>/<class>/<image>``; templates make the captions."""
-    builder, unread = RecordBuilder(source, safety), Unread()
+    builder = RecordBuilder(source, safety)
+    unread = Unread()
     label = "label" if source.labelled else None
     columns = Columns("image", "captions", medium=builder.medium, labelled=source.labelled, label=label)
     yield from builder.records(columns, _class_rows(source, builder.medium, unread))
@@ -97,7 +100,10 @@ def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | Bad
 
 
 def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
-    names, divided, suffixes, nested = class_names(source), _is_divided(source.path), SUFFIXES[medium], ""
+    names = class_names(source)
+    divided = _is_divided(source.path)
+    suffixes = SUFFIXES[medium]
+    nested = ""
     matched = not names
     templates = MEDIA[medium].templates if source.templates == TEMPLATES else source.templates
     for place, files in walk(source.path, unread):

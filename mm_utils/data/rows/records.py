@@ -264,15 +264,19 @@ class _Cursor:
     """A place in the image column of a Parquet file, which moves forward, and goes back to the begin of a row group."""
 
     def __init__(self, path: str, column: str) -> None:
-        self._file, self._column = ParquetRows(path, path), column
-        self._next, self._cells = 0, self._file.cells([column], _PARQUET_BATCH)
+        self._file = ParquetRows(path, path)
+        self._column = column
+        self._next = 0
+        self._cells = self._file.cells([column], _PARQUET_BATCH)
         self._held: dict[str, Any] | Fault = {}
 
     def cell(self, row: int) -> Any:
         if not self._next - 1 <= row <= self._next + _PARQUET_BATCH:
-            self._next, self._cells = row, self._file.cells([self._column], _PARQUET_BATCH, row)
+            self._next = row
+            self._cells = self._file.cells([self._column], _PARQUET_BATCH, row)
         while self._next <= row:
-            self._held, self._next = next(self._cells), self._next + 1
+            self._held = next(self._cells)
+            self._next = self._next + 1
         if isinstance(self._held, Fault):
             raise self._held
         return self._held[self._column]

@@ -89,5 +89,6 @@ class Source:
     @property
     def columns(self) -> Columns:
         """Return the wanted columns."""
-        names, labels = (self.image_column, self.caption_column, self.id_column), (self.labelled, self.label_column)
+        names = (self.image_column, self.caption_column, self.id_column)
+        labels = (self.labelled, self.label_column)
         return Columns(*names, self.medium, self.caption_template, self.group_column, *labels)

@@ -127,7 +127,8 @@ def _open_saved(folder: Path, jail: Jail) -> DatasetDict:
         content: dict[str, Any] = json.loads(Path(place(file, "dataset_dict.json")).read_text(encoding="utf-8"))
         return content
 
-    splits, several = DatasetDict(), os.path.lexists(folder / "dataset_dict.json")
+    splits = DatasetDict()
+    several = os.path.lexists(folder / "dataset_dict.json")
     for split in stated("dataset_dict.json")["splits"] if several else [""]:
         file = os.path.join(split, "state.json")
         state = stated(file)

@@ -179,10 +179,12 @@ def _parquet_table(path: Path, source: Source) -> Table:
         opened = ParquetRows(str(path), title)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{title}; it cannot be read as Parquet ({one_line(error)}). Write it anew.") from error
-    schema, about = opened.schema, opened.file.metadata
+    schema = opened.schema
+    about = opened.file.metadata
     columns = find_table_columns(schema, title, source.columns)
     tell_table_splits(schema, columns, lambda names: opened.cells(names, 1), title)
-    image, embeds = str(columns.image), _holds_media(schema, columns, title)
+    image = str(columns.image)
+    embeds = _holds_media(schema, columns, title)
     is_mixed = False
     # The file's statistics tell whether cells have no bytes; these are paths.
     if embeds and pa.types.is_struct(schema.field(image).type):
@@ -263,12 +265,14 @@ def _dataset_table(dataset: Dataset, title: str, source: Source) -> Table:
     schema = dataset.features.arrow_schema
     columns = find_table_columns(schema, title, source.columns)
     tell_table_splits(schema, columns, lambda names: iter(dataset.select_columns(names).take(1)), title)
-    image, embeds = str(columns.image), _holds_media(schema, columns, title)
+    image = str(columns.image)
+    embeds = _holds_media(schema, columns, title)
     refs: Iterable[ImageRef | None] = itertools.repeat(None)
     if embeds:
         dataset = dataset.cast_column(image, FEATURES[columns.medium])
         stored = pc.struct_field(dataset.data.column(image), "bytes")
-        embeds, refs = stored.null_count < len(stored), _stored_cells(dataset, image)
+        embeds = stored.null_count < len(stored)
+        refs = _stored_cells(dataset, image)
     is_mixed = embeds and stored.null_count > 0
     wanted = read_columns(columns, dataset.column_names, with_image=is_mixed or not embeds)
     read = dataset.select_columns(wanted).with_format("arrow")
@@ -294,7 +298,8 @@ def read_columns(columns: Columns, names: list[str], with_image: bool) -> list[s
 
 def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read the only table of a database, or the one that `config` names; its bytes stay in the records."""
-    builder, path = RecordBuilder(source, safety), os.path.abspath(source.path)
+    builder = RecordBuilder(source, safety)
+    path = os.path.abspath(source.path)
     try:
         with closing(sqlite3.connect(f"{Path(path).as_uri()}?mode=ro", uri=True)) as database:
             database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")

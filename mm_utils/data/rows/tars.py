@@ -37,7 +37,10 @@ _LONGEST_TEXT = 1 << 20  # bytes
 _LONGEST_HEADER = 8 << 10  # bytes; a path has at most 4096
 _LOOKED_AT = 100  # samples that tell the kind of the media
 # Columns beside those of the .json
-MEDIUM, KEY, _CAPTIONS, _LABEL = "__medium__", "__key__", "__captions__", "__label__"
+MEDIUM = "__medium__"
+KEY = "__key__"
+_CAPTIONS = "__captions__"
+_LABEL = "__label__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ class Sample:
 
 def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
     """Read `source`'s shards, each by itself; an id is the shard's path in the folder, and the key."""
-    is_folder, unread = os.path.isdir(source.path), Unread()
+    is_folder = os.path.isdir(source.path)
+    unread = Unread()
     if is_folder:
         found = own_files(source.path, (".tar",), safety.allow_outside_root, source.title, unread)
         paths = [os.path.join(source.path, name) for name in found]
@@ -180,7 +184,9 @@ def read_samples(
     Raises:
         tarfile.TarError: if the archive is damaged or cut.
     """
-    current, number, keys = None, -1, set[str]()
+    current = None
+    number = -1
+    keys = set[str]()
     for member in _members(archive, size):
         key, _ = _key(member.name)
         if current is not None and key != current.key:
@@ -188,7 +194,8 @@ def read_samples(
             current = None
         if current is None:
             again = Fault("incomplete_sample", f"the key {key} comes in {path} again, after other samples")
-            current, number = Sample(key, fault=again if key in keys else None), number + 1
+            current = Sample(key, fault=again if key in keys else None)
+            number = number + 1
             keys.add(key)
         if first is None or number >= first:
             _add(current, member, kinds, archive, path, in_memory=first is not None)
@@ -236,7 +243,8 @@ def _add(
     path: str,
     in_memory: bool,
 ) -> None:
-    name, (_, extension) = storable(member.name), _key(member.name)
+    name = storable(member.name)
+    (_, extension) = _key(member.name)
     title = f"{path}, member {name}"
     sample.names.append(os.path.basename(name))
     media = [kind for kind in kinds if f".{extension}" in SUFFIXES[kind]]

@@ -179,7 +179,8 @@ def made_rows(unit: str, items: Iterable[tuple[Any, Any]], make: Callable[[Any],
         try:
             row: dict[str, Any] | Fault = make(item)
         except Fault as fault:
-            row, fault.raw = fault, "" if fault.reason == "too_nested" else str(item)
+            row = fault
+            fault.raw = "" if fault.reason == "too_nested" else str(item)
         yield f"{unit} {number}", row
 
 
@@ -229,8 +230,10 @@ def _delimited_records(path: Path, delimiter: str) -> Rows:
 def _delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str] | Fault]]:
     """Yield the cells of every row, with the number of its first line."""
     csv.field_size_limit(LONGEST_LINE)  # of Python's 131,072; a cell may hold a web page
-    lines, again = read_lines(path, newline=""), deque[str]()
-    begin, taken = 1, list[str]()  # the number of the first line of a row, and its lines
+    lines = read_lines(path, newline="")
+    again = deque[str]()
+    begin = 1
+    taken = list[str]()  # the number of the first line of a row, and its lines
 
     def feed() -> Iterator[str]:
         while line := again.popleft() if again else next(lines, ""):
@@ -250,7 +253,8 @@ def _delimited_rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]
         except (csv.Error, Fault) as error:
             advice = "quote cells with separators, quotes or line breaks, and write a quote inside twice"
             told = Fault("malformed_row", f"a row that cannot be read: {error}; {advice}")
-            fault, reader = error if isinstance(error, Fault) else told, None
+            fault = error if isinstance(error, Fault) else told
+            reader = None
             fault.raw = taken[0]
             yield begin, fault
             if fault.reason != "bad_encoding":  # only the first line is lost, and the others are read again

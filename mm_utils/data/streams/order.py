@@ -35,8 +35,12 @@ class InterleavedOrder:
     """The endless sequence of global batches of a stream whose shards have so many `rows`, none 0, together a batch at least."""
 
     def __init__(self, rows: Sequence[int] | np.ndarray, sizes: BatchSizes, seed: int, groups: int, block_size: int):
-        self.rows, self.sizes, self.seed = np.asarray(rows, dtype=np.int64), sizes, seed
-        self.groups, self.block_size, self.num_rows = groups, block_size, int(self.rows.sum())
+        self.rows = np.asarray(rows, dtype=np.int64)
+        self.sizes = sizes
+        self.seed = seed
+        self.groups = groups
+        self.block_size = block_size
+        self.num_rows = int(self.rows.sum())
         if self.num_rows < sizes.sizes[-1]:
             raise ValueError(
                 f"--global_batch_size is {sizes.sizes[-1]}, and the stream has {self.num_rows:,} rows; a batch holds a row "
@@ -51,7 +55,8 @@ class InterleavedOrder:
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> list[Slot]:
         """Return the rows of `step`, from 0, in the stream's order; of several parts, one reads every `parts`-th group."""
-        begin, stop = self.sizes.before(step), self.sizes.before(step) + self.sizes.at(step)
+        begin = self.sizes.before(step)
+        stop = self.sizes.before(step) + self.sizes.at(step)
         slots: list[Slot] = []
         while begin < stop:
             epoch, low = divmod(begin, self.num_rows)
@@ -59,9 +64,11 @@ class InterleavedOrder:
             shards, before, rows_G = self._epoch(epoch)
             group_B, turn_B = interleave(rows_G, low, high)
             for place in np.flatnonzero(group_B % parts == part).tolist():
-                group, turn = int(group_B[place]), int(turn_B[place])
+                group = int(group_B[place])
+                turn = int(turn_B[place])
                 at = int(np.searchsorted(before[group], turn, side="right")) - 1
-                shard, turn_of_shard = int(shards[group][at]), turn - int(before[group][at])
+                shard = int(shards[group][at])
+                turn_of_shard = turn - int(before[group][at])
                 first = turn_of_shard // self.block_size * self.block_size
                 last = min(first + self.block_size, int(self.rows[shard]))
                 row = first + int(self._block(epoch, shard, first, last)[turn_of_shard - first])
@@ -75,7 +82,8 @@ class InterleavedOrder:
     def _deal_epoch(self, epoch: int) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
         """Return each group's shards in an epoch, in order, the rows before each, and the group's rows `[G]`."""
         shuffled = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
-        group_of, heap = np.empty_like(shuffled), [(0, group) for group in range(self.groups)]
+        group_of = np.empty_like(shuffled)
+        heap = [(0, group) for group in range(self.groups)]
         for at, rows in enumerate(self.rows[shuffled].tolist()):  # to the group with the fewest rows so far
             held, group_of[at] = heap[0]
             heapq.heapreplace(heap, (held + rows, heap[0][1]))
@@ -90,7 +98,8 @@ def interleave(rows_G: np.ndarray, low: int, high: int) -> tuple[np.ndarray, np.
     Row k of a group of n rows stands at (k + 1/2) / n, and positions count the rows from left to right, groups in turn where
     they stand together. So the row at position p of N stands within G / 2 rows of p / N, and only rows near it are looked at.
     """
-    groups, total = len(rows_G), int(rows_G.sum())
+    groups = len(rows_G)
+    total = int(rows_G.sum())
     first_G = np.maximum(0, rows_G * (low - groups) // total - 1)
     stop_G = np.minimum(rows_G, rows_G * (high + groups) // total + 2)
     group = np.repeat(np.arange(groups), stop_G - first_G)

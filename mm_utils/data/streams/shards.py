@@ -56,7 +56,8 @@ Row = dict[str, Any] | str
 FEATURES = Features({"id": Value("string"), "image": Image(decode=False), "captions": ListOf(Value("string"))})
 """Of a row."""
 _BATCH = 64  # rows read at a time, with their images
-_READ_AHEAD, _BUFFER = 8 << 20, 1 << 20  # bytes per request to a server; of a column of a local file
+_READ_AHEAD = 8 << 20
+_BUFFER = 1 << 20  # bytes per request to a server; of a column of a local file
 _SAMPLE = 1 << 16  # bytes that are hashed at both ends of a shard
 _WHOLE = 10 << 30  # bytes of all shards on a disk that are hashed whole, once: seconds; of more, samples
 _SAMPLES = 64
@@ -157,7 +158,8 @@ def info_of(url: str) -> dict[str, Any]:
 @contextmanager
 def _opened(url: str) -> Iterator[ParquetRows | pa.RecordBatchStreamReader | tarfile.TarFile]:
     """Open a file; remote ones are read by ranges of some megabytes."""
-    (files, path), kind = fsspec.url_to_fs(url), shard_kind(url)
+    (files, path) = fsspec.url_to_fs(url)
+    kind = shard_kind(url)
     is_local = "file" in files.protocol
     ahead = "none" if kind == "parquet" else "readahead"  # pyarrow reads whole buffers of Parquet
     with regular_file(path) if is_local else files.open(path, "rb", block_size=_READ_AHEAD, cache_type=ahead) as file:
@@ -212,7 +214,8 @@ def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = 
     builder = RecordBuilder(source, PathArguments(), ".")
     with _opened(url) as shard:
         if isinstance(shard, tarfile.TarFile):
-            columns, rows = sample_columns(source, "image"), _tar_rows(shard, url, first, source)
+            columns = sample_columns(source, "image")
+            rows = _tar_rows(shard, url, first, source)
         else:
             columns = find_table_columns(shard.schema, source.title, source.columns)
             rows = _table_rows(shard, first, columns)
@@ -241,7 +244,8 @@ def _tar_rows(shard: tarfile.TarFile, url: str, first: int, source: Source) -> R
 
 
 def _table_rows(shard: ParquetRows | pa.RecordBatchStreamReader, first: int, columns: Columns) -> Rows:
-    image, names = str(columns.image), read_columns(columns, shard.schema.names, with_image=True)
+    image = str(columns.image)
+    names = read_columns(columns, shard.schema.names, with_image=True)
     is_parquet = isinstance(shard, ParquetRows)
     for values in shard.cells(names, _BATCH, first) if is_parquet else _arrow_cells(shard, names, first):
         if isinstance(values, dict):
@@ -282,7 +286,9 @@ class ShardReader:
     """
 
     def __init__(self, shards: Sequence[Shard], source: Source, held_out: Collection[str] = ()):
-        self.shards, self.source, self.held_out = shards, source, held_out
+        self.shards = shards
+        self.source = source
+        self.held_out = held_out
         self._rows: Iterator[Row] = iter(())
         self._next: tuple[int, int] | None = None
         self._last: tuple[tuple[int, int, int], list[Row]] = (-1, -1, -1), []
@@ -296,7 +302,8 @@ class ShardReader:
             return [self._damaged[shard]] * (stop - start)
         rows: list[Row] = []
         self._last = (-1, -1, -1), []  # given up before the next run is read
-        url, first = self.shards[shard].url, self.shards[shard].first
+        url = self.shards[shard].url
+        first = self.shards[shard].first
 
         def read_on() -> None:
             at = start + len(rows)

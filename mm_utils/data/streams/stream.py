@@ -51,9 +51,12 @@ from mm_utils.stored import key_of
 
 logger = logging.getLogger(__name__)
 
-GROUPS, BLOCK = 64, 256  # rows of a shard are shuffled among themselves in blocks
+GROUPS = 64
+BLOCK = 256  # rows of a shard are shuffled among themselves in blocks
 SHARDS_PER_GROUP = 4  # a group of several shards reads them in another order in every epoch
-HELD_OUT, HELD_OUT_SHARE, HELD_OUT_SHARDS = 1000, 0.05, 50  # rows; share of all rows; from how many files
+HELD_OUT = 1000
+HELD_OUT_SHARE = 0.05
+HELD_OUT_SHARDS = 50  # rows; share of all rows; from how many files
 
 
 @dataclass
@@ -95,7 +98,8 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
         raise ValueError(f"{title}; its shards hold fewer than 2 rows. Give some with an image and its caption a row.")
     check_columns(files[0].url, source)
     source = replace(source, medium="image")
-    most, held_out = data.max_eval_samples, set[str]()
+    most = data.max_eval_samples
+    held_out = set[str]()
     if urls.get("validation"):
         shown = replace(source, file_split="validation")
         validation = _read_all(_first_rows(count_shards(urls["validation"]), most or HELD_OUT), shown)
@@ -106,7 +110,8 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
     held_out |= {stored_hash(row["image"]["bytes"]) for row in validation}
     validation = validation.take(min(most or len(validation), len(validation)))
     files = _first_rows(files, data.max_train_samples or sys.maxsize)
-    size, shards = max(block, sum(file.rows for file in files) // (groups * SHARDS_PER_GROUP)), []
+    size = max(block, sum(file.rows for file in files) // (groups * SHARDS_PER_GROUP))
+    shards = []
     for file in files:  # one that can be read from the middle is cut, so that distant rows meet
         parts = -(-file.rows // size) if file.divisible else 1
         cuts = (distributed.share(file.rows, part, parts) for part in range(parts))
@@ -119,9 +124,11 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
 
 def _find_urls(data: DataArguments) -> tuple[str, dict[str, list[str]]]:
     """Return the beginning of error messages, and the files of each split."""
-    name, title = data.dataset_name, f"--dataset_name is {data.dataset_name}"
+    name = data.dataset_name
+    title = f"--dataset_name is {data.dataset_name}"
     if data.train_file is not None:
-        title, named = f"--train_file is {data.train_file}", {"train": expand(data.train_file)}
+        title = f"--train_file is {data.train_file}"
+        named = {"train": expand(data.train_file)}
     elif name is None:
         raise ValueError("--streaming is set; the embedded scenes have no shards. Name some by --train_file.")
     else:
@@ -152,7 +159,8 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
         return {split: [file["filename"] for file in splits[split].cache_files] for split in splits}
     folder = Path(name)
     if folder.is_dir():
-        found, unread = {}, Unread()
+        found = {}
+        unread = Unread()
         for file in own_files(name, tuple(SHARDS), data.allow_outside_root, title, unread):
             found.setdefault(split_of_path(file, by_words=True) or "train", []).append(str(folder / file))
         for fault in unread.faults:
@@ -265,8 +273,10 @@ class StreamLoader(torch.utils.data.Dataset[list[Example]]):
     stop: int
 
     def __post_init__(self) -> None:
-        self.rank, self.ranks = distributed.rank(), distributed.world_size()  # which a worker process does not know
-        groups, self.readers = self.stream.order.groups, dict[tuple[int, int], ShardReader]()
+        self.rank = distributed.rank()
+        self.ranks = distributed.world_size()  # which a worker process does not know
+        groups = self.stream.order.groups
+        self.readers = dict[tuple[int, int], ShardReader]()
         if self.ranks > groups:
             short = f"the stream has {groups} groups of shards, and {self.ranks} processes train"
             raise ValueError(f"{short}; each reads groups of its own. Write more shards, or start fewer processes.")
@@ -295,8 +305,10 @@ class StreamLoader(torch.utils.data.Dataset[list[Example]]):
         An unusable row is named in `skipped`, and another one of its block takes its place, if any of those that
         `replacement_rows` names can be used.
         """
-        stream, order = self.stream, self.stream.order
-        slots, drawn = order.batch(step, part, parts), []
+        stream = self.stream
+        order = self.stream.order
+        slots = order.batch(step, part, parts)
+        drawn = []
         self.readers = {key: kept for key, kept in self.readers.items() if not slots or key[0] >= slots[0].epoch}
         for slot in slots:
             unopened = ShardReader(stream.shards, stream.source, stream.held_out)
@@ -316,7 +328,8 @@ class StreamLoader(torch.utils.data.Dataset[list[Example]]):
         examples: list[Example] = []
         good: dict[int, dict[str, Any]] = {}
         for at, (slot, number, block) in enumerate(drawn):
-            row, cut = block[number - slot.first], self.stream.shards[slot.shard]
+            row = block[number - slot.first]
+            cut = self.stream.shards[slot.shard]
             place = f"shard {cut.url}, row {cut.first + number}"
             examples.append({"skipped": row, "skipped_id": place, "position": slot.position})
             if isinstance(row, dict):

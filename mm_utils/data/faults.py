@@ -97,7 +97,6 @@ NOTES = {
     "cmyk_converted": "Print colours were converted without a profile.",
     "sixteen_bit_scaled": "16-bit grey was scaled to 8 bits.",
     "float_scaled": "Floats or 32-bit numbers were scaled to 8 bits.",
-    "trailing_bytes": "Bytes after the end of the image were ignored.",
     # sounds and clips
     "packets_skipped": "A few damaged packets of a stream were skipped.",
     "turned": "The rotation that a camera wrote into a video was applied.",

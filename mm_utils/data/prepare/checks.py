@@ -8,7 +8,6 @@ import math
 import re
 import struct
 import unicodedata
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +38,7 @@ def check_image(
 ) -> CheckedImage:
     """Decode an image file to the last byte, by the rules of `mm_utils.model.reading`.
 
-    A PNG's own check sums find every flipped byte in it. Other formats have none: there a flipped byte may pass, though
+    A PNG's own check sums find flipped bytes in it. Other formats have none: there a flipped byte may pass, though
     simplejpeg, where it is installed, finds most damage of more than a few bytes in a JPEG.
 
     A JPEG may be decoded at a reduced scale whose shorter side is at least `min_side`: half the time. `most_pixels` is a further
@@ -52,24 +51,15 @@ def check_image(
         raise Fault("image_empty", "0 bytes")
     if len(data) > limits.max_image_bytes:
         raise Fault("too_many_bytes", f"{len(data):,} bytes")
-    end = _end_of_image(data)
-    if end == -1:
-        raise Fault("image_truncated", f"{_kind_of(data)} without its end mark")
     header = _header(data, limits)
     try:
         image, (width, height), notes = decode(header, data, min_side, strict=True, most_pixels=most_pixels)
     except UnreadableError as error:
         raise Fault(error.reason, str(error)) from error
     except Exception as error:  # the decoders raise no closed set of errors, either
-        text = decoder_message(error)
-        is_cut = isinstance(error, EOFError) or re.search("truncated|premature end of jpeg file", text, re.IGNORECASE)
-        reason = "image_corrupt" if text.startswith("Corrupt JPEG") else "image_unreadable"
-        raise Fault("image_truncated" if is_cut else reason, text) from error
+        raise _decoder_fault(data, error) from error
     form = "JPEG" if header.format == "MPO" else str(header.format)
-    found = list(notes)
-    if end is not None and end < len(data) and header.format != "MPO":  # whose further pictures follow the first
-        found.append("trailing_bytes")
-    return CheckedImage(image, width, height, form, tuple(found))
+    return CheckedImage(image, width, height, form, notes)
 
 
 def _header(data: bytes, limits: CheckArguments) -> Image.Image:
@@ -100,93 +90,48 @@ def _header_fault(data: bytes, error: Exception) -> Fault:
         return Fault("image_unknown_format", "HEIC, which is read after pip install pillow-heif")
     if kind == "PNG" and 0 in struct.unpack(">II", data[16:24].ljust(8, b"\1")):
         return Fault("zero_size", "a PNG header that says so")
-    return Fault("image_unreadable", f"{kind}: {decoder_message(error)}")
+    return _decoder_fault(data, error)
+
+
+def _decoder_fault(data: bytes, error: Exception) -> Fault:
+    kind = _kind_of(data)
+    text = decoder_message(error)
+    is_cut = re.search("truncated|premature end", text, re.IGNORECASE) or isinstance(error, EOFError)
+    if is_cut or (kind == "JPEG" and b"\xff\xd9" not in data):  # its end mark
+        return Fault("image_truncated", f"{kind}: {text}")
+    return Fault("image_corrupt" if text.startswith("Corrupt JPEG") else "image_unreadable", f"{kind}: {text}")
 
 
 # -- file signatures ----------------------------------------------------------------------------------------------------
 
-_MAX_SCANS = 500  # a progressive JPEG of a camera or an editor has about 10
-_MAX_PARTS = 50_000  # keeps the walk over a hostile JPEG below a tenth of a second
-_MAX_FILLER = 65_536  # bytes between segments, which Pillow skips one by one, 4 MB a second
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 _KINDS = {
-    "JPEG": re.compile(rb"\xff\xd8"),
-    "PNG": re.compile(rb"\x89PNG\r\n\x1a\n"),
-    "GIF": re.compile(rb"GIF8[79]a"),
-    "WEBP": re.compile(rb"RIFF....WEBP", re.DOTALL),
-    "BMP": re.compile(rb"BM"),
-    "TIFF": re.compile(rb"II[*+]\0|MM\0[*+]"),
-    "AVIF": re.compile(rb"....ftypavi[fs]", re.DOTALL),
-    "HEIC": re.compile(rb"....ftyp(hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL),
+    "JPEG": rb"\xff\xd8",
+    "PNG": rb"\x89PNG\r\n\x1a\n",
+    "GIF": rb"GIF8[79]a",
+    "WEBP": rb"RIFF....WEBP",
+    "BMP": rb"BM",
+    "TIFF": rb"II[*+]\0|MM\0[*+]",
+    "AVIF": rb"....ftypavi[fs]",
+    "HEIC": rb"....ftyp(hei[cmsx]|hev[cmsx]|mif1|msf1)",
+}
+_NO_IMAGES = {
+    "an HTML page": rb"\s*<(!doctype html|html|head|body)",
+    "a Git LFS pointer": rb"version https://git-lfs",
+    "a video": rb"....ftyp|\x1aE\xdf\xa3",
 }
 _OTHER_KINDS = {
-    "SVG": re.compile(rb"\s*(<\?xml.{0,400})?<(!--.{0,400}-->|!DOCTYPE svg|svg)", re.DOTALL | re.IGNORECASE),
-    "an HTML page": re.compile(rb"\s*<(!doctype html|html|head|body)", re.IGNORECASE),
-    "a Git LFS pointer": re.compile(rb"version https://git-lfs"),
-    "a video": re.compile(rb"....ftyp|\x1aE\xdf\xa3", re.DOTALL),
-    "PDF": re.compile(rb"%PDF"),
-    "PostScript (EPS)": re.compile(rb"%!PS|\xc5\xd0\xd3\xc6"),
+    "SVG": rb"\s*(<\?xml.{0,400})?<(!--.{0,400}-->|!DOCTYPE svg|svg)",
+    "PDF": rb"%PDF",
+    "PostScript (EPS)": rb"%!PS|\xc5\xd0\xd3\xc6",
 }
-_NO_IMAGES = ("an HTML page", "a Git LFS pointer", "a video")
 
 
 def _kind_of(content: bytes) -> str | None:
-    """Return the kind of file, a key of `_KINDS` or another known one, or None."""
-    head = content[:1024]
-    kinds = {**_KINDS, **_OTHER_KINDS}
-    return next((name for name, magic in kinds.items() if magic.match(head)), None)
-
-
-def _end_of_image(content: bytes) -> int | None:
-    """Return where the image in the file ends; -1 if it does not, None if it has no mark.
-
-    Raises too_many_parts if a JPEG has hundreds of scans, or there are more parts than an honest file has, and
-    image_corrupt if a check sum of a PNG is wrong; decoders look at few of them.
-    """
-    if _KINDS["JPEG"].match(content):
-        return _end_of_jpeg(content)
-    if _KINDS["PNG"].match(content):
-        return _end_of_png(content)
-    if _KINDS["WEBP"].match(content):
-        size = 8 + int.from_bytes(content[4:8], "little")
-        return size if size <= len(content) else -1
-    return None
-
-
-def _end_of_jpeg(content: bytes) -> int:
-    """Walk the segments: a thumbnail's end mark inside one is not the image's."""
-    at = 2
-    scans = 0
-    for _ in range(_MAX_PARTS):
-        match = _JPEG_MARKER.search(content, at)
-        if match is None:
-            return -1
-        if not scans and match.start() - at > _MAX_FILLER:
-            raise Fault("too_many_parts", f"a JPEG with {match.start() - at:,} bytes between two segments")
-        at = match.end()
-        if content[at - 1] == 0xD9:
-            return at
-        scans += content[at - 1] == 0xDA
-        if scans > _MAX_SCANS:
-            raise Fault("too_many_parts", f"a JPEG of more than {_MAX_SCANS} scans")
-        at += int.from_bytes(content[at : at + 2], "big")
-    raise Fault("too_many_parts", f"a JPEG of more than {_MAX_PARTS:,} segments")
-
-
-def _end_of_png(content: bytes) -> int:
-    view = memoryview(content)
-    at = 8
-    for _ in range(_MAX_PARTS):
-        stop = at + 12 + int.from_bytes(content[at : at + 4], "big")
-        if stop > len(content):
-            return -1
-        kind = content[at + 4 : at + 8]
-        if zlib.crc32(view[at + 4 : stop - 4]) != int.from_bytes(content[stop - 4 : stop], "big"):
-            raise Fault("image_corrupt", f"a PNG whose part {kind!r} at byte {at:,} has a wrong check sum")
-        if kind == b"IEND":
-            return stop
-        at = stop
-    raise Fault("too_many_parts", f"a PNG of more than {_MAX_PARTS:,} parts")
+    """Return the kind of file, a key of one of these tables, or None."""
+    kinds = _KINDS | _NO_IMAGES | _OTHER_KINDS
+    return next(
+        (name for name, magic in kinds.items() if re.match(magic, content[:1024], re.DOTALL | re.IGNORECASE)), None
+    )
 
 
 # -- captions -----------------------------------------------------------------------------------------------------------

@@ -101,6 +101,14 @@ def update(index: Path, model: Path, photos: Path, batch_size: int = 8) -> dict[
     return update_index(index, str(model), listing, make_embedder(model, batch_size), Accelerator(cpu=True))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def few_images_are_enough_for_a_level() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("searcher", "updating"):
+            patch.setattr(f"mm_utils.search.{module}.LEAST_LEVEL", 30)
+        yield
+
+
 @pytest.fixture(scope="session")
 def model(pretrained: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model whose head was not found to help."""

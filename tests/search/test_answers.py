@@ -144,12 +144,18 @@ def test_words_behind_a_hyphen_are_taken_off(
     assert {hit.fits is None for hit in hits} == {bool(off)}
 
 
-def test_a_line_says_where_nothing_fits(index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An index keeps the score that texts without meaning reach; one that is above all scores, or below, decides the line."""
+def test_a_line_says_where_nothing_fits(
+    index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index keeps the score that texts without meaning reach; one that is above all scores, or below, decides the line.
+
+    Of few images it says nothing.
+    """
     kept = Searcher(index, device="cpu")
     assert kept.info.level == pytest.approx(kept.level())
     shutil.copytree(index, tmp_path / "index")
-    for level, fits in ((2.0, False), (-2.0, True), (None, None)):
+    for level, least, fits in ((2.0, 30, False), (-2.0, 30, True), (None, 30, None), (2.0, 31, None)):
+        monkeypatch.setattr("mm_utils.search.searcher.LEAST_LEVEL", least)
         write_info(tmp_path / "index", replace(kept.info, level=level))
         search.main(["--index_dir", str(tmp_path / "index"), QUERY])
         said = "Perhaps nothing fits: 1 of 100 texts of random letters reaches 2.000, too."

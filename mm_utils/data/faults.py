@@ -18,7 +18,7 @@ REASONS = {
     "duplicate_id": "Another row has the same id. Give each its own id, or name another id column.",
     "unmatched_image": "No caption belongs to the file. Add a row for it, or remove it.",
     "unmatched_caption": "No file belongs to the caption. Add the file, or remove the caption.",
-    "unknown_split": "The split is not train, validation or test. Rename it, or leave its rows out by --max_bad_fraction of prepare_data.",
+    "unknown_split": "Splits are train, validation and test. Rename it, or remove its rows.",
     "bad_regions": "The regions are not a list of boxes inside the image with phrases. Write x, y, width, height in pixels.",
     # paths, archives
     "image_missing": "There is no such file. Check the path, and set --image_root to the folder where paths begin.",

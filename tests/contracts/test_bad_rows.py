@@ -167,6 +167,7 @@ REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: th
     ("a.json", BOXES, ",format=coco", "no annotation has image_id and caption"),
     ("a.json", b"[" * 100_000, ",format=coco", "nested too deeply"),
     ("a.jsonl", SIX, "", "6 of 60 rows are bad, more than"),
+    ("a.jsonl", SIX, "", "is read wrongly. If not, and they shall be left out, raise --max_bad_fraction."),
     ("a.jsonl", GONE * 20, " --max_bad_fraction 1", "no row is left of any source (image_missing: 20). The first is line 1"),
     ("a.jsonl", LINES.splitlines()[0], " --validation_fraction 0", "and contrastive training needs at least 2"),
     ("a.jsonl", LINES, ",image_root=/nowhere", "Give the folder of the images"),

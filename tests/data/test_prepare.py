@@ -245,7 +245,8 @@ def test_bad_rows_are_counted_and_named_at_every_start(folder: Path, caplog: pyt
 def test_a_hopeless_source_is_refused_and_leaves_nothing(folder: Path, own_cache: Path) -> None:
     write(folder, ["img/0.png", "img/1.png", "2.png"])
     message = (
-        r"^--train_file is pairs.jsonl; 2 of 3 rows are bad, more than half [^\n]*img/0.png[^\n]* --image_root[^\n]*$"
+        r"^--train_file is pairs.jsonl; 2 of 3 rows are bad, more than half [^\n]*img/0.png[^\n]* --image_root[^\n]* If not, and they shall "
+        r"be left out, run prepare_data.py with --max_bad_fraction 1, and give its folder as --dataset_name.$"
     )
     with pytest.raises(ValueError, match=message):
         load(folder)
@@ -331,7 +332,8 @@ def test_the_report_shows_its_figures_and_says_what_matters_first(tmp_path: Path
         "10.9% of the rows of one were set aside",
         "35 images share one caption, which tells none from the others: another",
         "One image occurs 33 times",
-        "The split train has 30 images, few to train on",
+        "The split train has 30 images, few to train on: 300 and more are better.",
+        "The test split has 5 images; recall on fewer than 30 says little. Add pairs, or set --test_fraction.",
         "There is no validation split, and training will hold out 6 images of train; the rows are in 9 groups of equal",
         "| train | 30 | 60 | 0.0 MiB |",
         "| image_truncated | 109 | The image ends too early. | a.jsonl, line 7, cut |",

@@ -284,10 +284,15 @@ def refuse_hopeless(found: Ingested, name: str, most: float, none_left: bool = F
     first = next(fault for fault in faults if fault["reason"] == reasons[0][0])
     limit = "half" if most == 0.5 else f"--max_bad_fraction {most}"
     excess = f"more than {limit}" if hopeless else "and no row is left of any source"
+    remedy = "raise --max_bad_fraction"
+    if not title.startswith("--sources"):
+        remedy = "run prepare_data.py with --max_bad_fraction 1, and give its folder as --dataset_name"
     raise ValueError(
         f"{title}; {bad:,} of {rows:,} rows are bad, {excess} "
         f"({', '.join(f'{reason}: {count:,}' for reason, count in reasons)}). The first is {first['where']}: "
         f"{first['detail']}. {REASONS[reasons[0][0]]}"
+        + f" So many may mean that the source is read wrongly. If not, and they shall be left out, {remedy}."
+        * (bad < rows)
     )
 
 

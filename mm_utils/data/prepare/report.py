@@ -269,14 +269,17 @@ def _splits_first(summary: dict[str, Any]) -> list[str]:
             "the column that says which film it is, by group_column=."
         )
     if (images := splits.get("train", {"images": 0})["images"]) < _FEW_TRAINING:
-        found.append(f"The split train has {_plural(images, kind)}, few to train on.")
+        found.append(
+            f"The split train has {_plural(images, kind)}, few to train on: {_FEW_TRAINING} and more are better."
+        )
     if "validation" not in splits:
         held = f"training will hold out {_plural(count_held_out(images), kind)} of train"
         found.append(f"There is no validation split, and {held}; {_missing_split('validation', summary)}.")
-    elif few := too_few(splits["validation"]["images"], kind):
-        found.append(
-            f"{few} {'Name more rows validation in the column split.' if has_own else 'Add pairs, or set --validation_fraction.'}"
-        )
+    for name in ("validation", "test"):
+        if name in splits and (few := too_few(splits[name]["images"], kind, f"The {name} split")):
+            found.append(
+                f"{few} {f'Name more rows {name} in the column split.' if has_own else f'Add pairs, or set --{name}_fraction.'}"
+            )
     if "test" not in splits:
         found.append(f"There is no test split; {_missing_split('test', summary)}.")
     return found

@@ -9,8 +9,9 @@ loader takes part. `bare` is the loop one would write: both encoders once, capti
 whole matrix of logits, the same optimizer and clipping, and one `.item()` a step. The loss of the last step, from equal weights and
 batches, shows what a precision or compiling changes.
 
-`--quarter_hour` takes pairs of one's own, 2,000 or more, and runs in order of value a real run from photographs, this step beside the
-bare loop, the loops of peers, `tests/gpu`, fp16 and the loss alone: each is a process with a limit of its own, and prints what it has.
+`--quarter_hour` takes pairs of one's own, 2,000 or more, and runs in order of value a real run from photographs, a second one from its
+model, frozen, whose bars show how fast features are cached, this step beside the bare loop, the loops of peers, `tests/gpu`, fp16 and
+the loss alone: each is a process with a limit of its own, and prints what it has.
 
 Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation is the FLOPs of both encoders for real tokens, by the
 rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the step in which a kernel runs,
@@ -251,12 +252,15 @@ def quarter_hour(args: argparse.Namespace) -> None:
     real = f"scripts/pretrain.py --objectives contrastive --fusion_layers 0 --global_batch_size {few} --max_steps 100".split()
     photographs = ["--train_file", str(Path(args.quarter_hour).resolve())]
     real += [*model, *photographs, "--output_dir", str(folder / "run")]
+    frozen = f"scripts/pretrain.py --model_name_or_path {folder / 'run'} --freeze_vision --freeze_text --cache_features".split()
+    frozen += [*photographs, "--output_dir", str(folder / "frozen")]
     bare = ["-m", "benchmarks.gpu", "--objectives", "contrastive", *words, "--pairs"]
     peers = f"-m benchmarks.training --synthetic 32 --batch_size {few} --rounds 2 --steps 4".split()
     peers += [*words, *photographs, "--contestants", "tandem,open_clip_bucketed,open_clip,transformers"]
     tests = ["-m", "pytest", "-q", "-n", "4", "--dist", "worksteal", "tests/gpu", "tests/model/test_compile.py"]
     sections: dict[str, tuple[int, str, list[str]]] = {
         "real": (150, "bf16", real),
+        "frozen": (90, "bf16", frozen),  # what `real` has saved, its features cached
         "bare": (210, "bf16", [*bare, pairs]),
         "peers": (150, "bf16", peers),
         "tests": (110, "bf16", tests),
@@ -291,7 +295,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--rounds", type=int, default=3, help="turns")
     parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
     parser.add_argument("--quarter_hour", metavar="PAIRS", help="pairs, as in scripts/pretrain.py --train_file")
-    parser.add_argument("--sections", nargs="*", default=[], help="of --quarter_hour: real bare peers tests fp16 loss")
+    parser.add_argument(
+        "--sections", nargs="*", default=[], help="of --quarter_hour: real frozen bare peers tests fp16 loss"
+    )
     add_model_flags(parser)
     args = parser.parse_args(argv)
     if args.quarter_hour:

@@ -22,9 +22,6 @@ from hypothesis import strategies as st
 
 from mm_utils.data import parquet
 from mm_utils.data.arguments import DataArguments
-from mm_utils.data.batches.order import GlobalOrder
-from mm_utils.data.batches.sizes import BatchSizes
-from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.pairs import load_pairs
@@ -34,7 +31,6 @@ from mm_utils.data.rows import text_files
 from mm_utils.data.rows.text_files import text_rows
 from scripts.prepare_data import main
 from tests.kit.fault_images import draw, png
-from tests.kit.numbered_rows import loaders, new_tokenizer
 from tests.kit.reading import (
     CLOSE,
     add_member,
@@ -109,16 +105,6 @@ def test_the_report_counts_the_rows(zoo: Corpus, prepared: Path) -> None:
     counts = Counter(loss.reason for loss in zoo.losses)
     assert {reason: found["count"] for reason, found in report["quarantined"].items()} == counts
     assert {name: count for name, count in report["notes"].items() if count} == zoo.notes
-
-
-def test_training_on_the_prepared_zoo_skips_no_row(zoo: Corpus, prepared: Path) -> None:
-    pairs = tokenize_splits(load_pairs(DataArguments(dataset_name=str(prepared))), new_tokenizer(), 16)
-    batches = [batch for rows in pairs.values() for batch in loaders().evaluation(rows, 8)]
-    rows = pairs["train"]
-    trained = list(loaders().train(rows, GlobalOrder(len(rows), BatchSizes((0,), (8,)), 0), 0, len(rows) // 8))
-    assert all(len(batch["image_ids"]) == 8 for batch in trained)
-    assert [reason for batch in (*batches, *trained) for reason in batch["skipped"]] == []
-    assert len({key for batch in batches for key in batch["image_ids"]}) == len(zoo.pairs)
 
 
 def test_no_line_of_the_log_and_of_the_quarantine_is_made_by_a_caption(

@@ -291,15 +291,6 @@ def test_frames_lie_on_the_clips_clock(count: int, frames: int, seed: int) -> No
             assert numbers == [(2 * at + 1) * count // (2 * frames) for at in range(frames)]
 
 
-def test_all_frames_are_cropped_alike() -> None:
-    ramp = np.tile(np.arange(64, dtype=np.uint8)[None, :, None] * 4, (48, 1, 3))
-    value = {"bytes": write_avi([save(Image.fromarray(ramp), "JPEG", quality=100)] * 5, 5, (64, 48)), "path": None}
-    clips = Clip(16, min_crop_area=0.3, frames=5)
-    shown = clips.read(value, random.Random(3))[0]
-    assert all(torch.equal(frame, shown[0]) for frame in shown)
-    assert not torch.equal(shown, clips.read(value, random.Random(4))[0])
-
-
 # -- sounds -------------------------------------------------------------------------------------------------------------
 def extractor(rate: int = RATE) -> ClapFeatureExtractor:
     return ClapFeatureExtractor(

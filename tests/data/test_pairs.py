@@ -154,13 +154,6 @@ def test_the_holdout_depends_on_the_ids_alone(folder: Path, caplog: pytest.LogCa
     assert "no validation split; 1 images are held out" in caplog.text
 
 
-def test_a_split_column_divides_the_rows(folder: Path) -> None:
-    names = ["train", "train", "restval", "val", "dev", "Validation", "heldout", "nowhere"]
-    loaded = load_pairs(saved(folder, DatasetDict({"test": embedded(folder, rows_of()).add_column("split", names)})))
-    assert sizes(loaded) == {"train": 3, "validation": 3, "test": 1}
-    assert loaded["test"][0]["captions"] == ["scene 6", "view, 6"]
-
-
 @pytest.mark.parametrize("name", ["split", "Split"])
 @pytest.mark.parametrize("second", ["validation_file", "test_file"])
 def test_a_rows_own_split_counts_beside_a_second_file(
@@ -185,17 +178,14 @@ def test_a_rows_own_split_counts_beside_a_second_file(
 
 
 def test_limits_take_the_first_images_of_files_for_each_split(folder: Path) -> None:
-    rows = rows_of(range(5))
-    train = [{**row, "captions": [text]} for row in rows for text in row["captions"]]
-    files = {"train_file": listed(folder / "t.jsonl", train).train_file}
-    files |= dict.fromkeys(
-        ("validation_file", "test_file"), listed(folder / "v.jsonl", rows_of(range(5, 8))).train_file
-    )
+    train = [{**row, "captions": [text]} for row in rows_of(range(5)) for text in row["captions"]]
+    other = listed(folder / "v.jsonl", rows_of(range(5, 8))).train_file
+    files = {"train_file": listed(folder / "t.jsonl", train).train_file, "validation_file": other, "test_file": other}
     loaded = load_pairs(EvaluatedDataArguments(**files, max_train_samples=3, max_eval_samples=2))
     assert list(loaded["train"]["id"]) == ["0.png", "1.png", "2.png"]
     assert list(loaded["validation"]["id"]) == list(loaded["test"]["id"]) == ["5.png", "6.png"]
     assert all(len(row["captions"]) == 2 for split in loaded.values() for row in split)
-    alone = EvaluatedDataArguments(test_file=files["test_file"])
+    alone = EvaluatedDataArguments(test_file=other)
     assert list(load_pairs(alone, need_train=False)) == ["test"]
     with pytest.raises(ValueError, match=r"--test_file is .*; there is no train split, only test"):
         load_pairs(alone)
@@ -260,12 +250,9 @@ def test_scenes_change_only_with_their_version(scenes: datasets.DatasetDict) -> 
         digest.update(pixels_of(row).tobytes())
         digest.update(json.dumps([row["captions"], row["regions"]]).encode())
     assert (scenes_module.GENERATOR_VERSION, digest.hexdigest()[:16]) == ("2", "a512950624bb2494")
-    rows = [row for split in scenes.values() for row in split]
     assert {name: len(split) for name, split in scenes.items()} == {"train": 300, "validation": 60, "test": 60}
-    assert (scenes["train"][7]["id"], len({row["id"] for row in rows})) == ("scene-train-00007", len(rows))
-    assert scenes["train"].features["image"] == datasets.Image(decode=False)
+    assert scenes["train"][7]["id"] == "scene-train-00007"
     assert scenes["train"].cache_files, "the rows should be memory-mapped"
-    assert all(len(set(row["captions"])) == 4 and pixels_of(row).shape == (64, 64, 3) for row in rows)
 
 
 def test_splits_share_no_content_and_twins_are_neighbours() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from scripts.prepare_data import main
 from tests.kit.corpora import write_corpus
 from tests.kit.fault_images import ODD, draw, save
 from tests.kit.media_files import clip, media_rows, tone
-from tests.kit.processes import forks, wait_until
 from tests.kit.reading import CLOSE, pixels_apart
 
 LIMITS = CheckArguments()
@@ -253,27 +251,6 @@ def test_a_hopeless_source_is_refused_and_leaves_nothing(folder: Path, own_cache
     assert not (own_cache / "tandem_pairs").exists() or not results(own_cache)
 
 
-def hold(folder: Path, own_cache: Path) -> None:
-    """Load, and never come to an end."""
-    datasets.config.HF_DATASETS_CACHE = own_cache
-    rows = module.ingest_rows
-    module.ingest_rows = lambda *args: (time.sleep(600) for _ in rows(*args) if not (folder / "here").touch())
-    load(folder)
-
-
-def test_a_killed_start_holds_nobody_up(folder: Path, own_cache: Path) -> None:
-    """The processes of its pool, which share its lock, end with it."""
-    write(folder, [f"{number % 6}.png" for number in range(70)])  # enough rows for two processes
-    process = forks().Process(target=hold, args=(folder, own_cache))
-    process.start()
-    assert wait_until((folder / "here").exists)
-    process.kill()
-    process.join(60)
-    start = time.monotonic()
-    assert len(ids(folder)) == 6
-    assert time.monotonic() - start < 300  # of the 600 that a process would hold the lock
-
-
 # -- the report --------------------------------------------------------------------------------------------------------
 FEATURES = Features({
     "id": Value("string"), "image": ImageFeature(decode=False), "width": Value("int32"), "height": Value("int32"),
@@ -357,11 +334,8 @@ def test_the_report_shows_its_figures_and_says_what_matters_first(tmp_path: Path
 
 
 HOSTILE = [
-    "<script>alert(1)</script> <img src=x onerror=y>",
-    "a | b \\| c `code` **bold** [link](http://evil.example) ![i](x.png) www.evil.example",
-    "$x^2$ \\frac{1 $",
+    "<script>alert(1)</script> | b \\| c `code` **bold** [link](http://evil.example) www.evil.example $x^2$ \\frac{1 $",
     "line\nbreak\r\n# heading\u2028- item\x00\x1b[31m\u202egnp",
-    "W" * 3000,
     "桌子上的红色圆圈 😀 قطة " * 9,
 ]
 
@@ -370,16 +344,13 @@ HOSTILE = [
 def test_hostile_captions_ids_and_names_stay_text(tmp_path: Path) -> None:
     rows = [split("train", 1, id=text, captions=[text] * 2)[0] for text in [*HOSTILE, ""]]
     pairs = DatasetDict({"../up|b](x)": Dataset.from_list(rows, features=FEATURES)})
-    copies = {**SUMMARY["duplicates"], "examples": [[text, HOSTILE[0]] for text in HOSTILE]}
-    alike = [{"caption": text, "images": 20} for text in HOSTILE]
-    shared = {"distinct": 1, "long": 0, "not_latin": 0, "shared": alike}
+    copies = {**SUMMARY["duplicates"], "examples": [[text, text] for text in HOSTILE]}
     sources = [{**SOURCE, "name": text, "path": text, "format": text} for text in HOSTILE]
-    text = report(tmp_path, pairs, duplicates=copies, captions=shared, sources=sources)
+    text = report(tmp_path, pairs, duplicates=copies, sources=sources)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jpg", "report.md"]
     assert not re.search(r"<|[\x00\x1b\u202e]|(?<!\\)\]\(http|http://|www\.|(?<!\\)\$", text)
-    assert {
-        line.replace("\\|", "").count("|") for line in text.split("## Sources")[1].split("##")[0].splitlines()
-    } == {0, 7}
+    table = text.split("## Sources")[1].split("##")[0]
+    assert {line.replace("\\|", "").count("|") for line in table.splitlines()} == {0, 7}
 
 
 @pytest.fixture(scope="module")

@@ -179,17 +179,6 @@ def test_images_of_validation_are_kept_out_of_training(tmp_path: Path, tokenizer
     assert len(list(stream.captions(20))) == 20
 
 
-def test_given_validation_few_rows_and_limits(tmp_path: Path) -> None:
-    source = shards.write_shards(tmp_path / "train", "tar", [20, 20])
-    path = str(shards.write_parquet(tmp_path / "v.parquet", shards.rows_of(range(100, 110))))
-    stream = opened(source, groups=2, validation_file=path, max_eval_samples=3)
-    assert (len(stream.validation), stream.order.num_rows) == (3, 40)
-    source = shards.write_shards(tmp_path / "single", "tar", [1] * 20)
-    stream = opened(source, BatchSizes((0,), (4,)), groups=2)
-    assert (len(stream.validation), stream.order.num_rows) == (4, 16)
-    assert opened(source, BatchSizes((0,), (4,)), groups=2, max_train_samples=9).order.num_rows == 9
-
-
 def test_more_processes_than_groups_end_the_run(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,18 +221,6 @@ def test_a_change_in_the_middle_is_read_and_another_stream(
         streams.append(opened(path, validation_file=path))
     assert streams[0].fingerprint != streams[1].fingerprint
     assert [stream.validation[20]["captions"] for stream in streams] == [["text 1"], ["text 2"]]
-
-
-def test_a_path_beside_bytes_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = ["a.png", "/etc/hostname", "raw:1x1"]
-    (tmp_path / "a.png").write_bytes(b"another")
-    (tmp_path / "raw:1x1").write_bytes(b"another")
-    rows = [{"image": {"bytes": name.encode(), "path": name}, "caption": "a"} for name in names]
-    pq.write_table(pa.Table.from_pylist(rows), "a.parquet")
-    shown = opened("a.parquet", BatchSizes((0,), (2,)), validation_file="a.parquet").validation
-    assert [row["image"]["bytes"].decode() for row in shown] == names
-    assert [row["image"]["path"] for row in shown] == [None, None, "raw:1x1"]
 
 
 def test_a_large_file_is_cut_into_shards_so_that_distant_rows_meet(tmp_path: Path) -> None:
@@ -387,13 +364,12 @@ def test_rows_are_counted_and_read_from_any_row_on_in_any_order(kind: str, place
 def test_files_are_counted_by_what_lies_beside_them_and_again_when_they_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = fsspec.filesystem("memory")
+    files, stats = fsspec.filesystem("memory"), b'{"successes": 12}'
 
     def by_name(self: Any, path: str, version_id: None = None, start: int = 0, end: int | None = None) -> bytes:
         return self.open(path, "rb").read()[start:end] if version_id is None else pytest.fail("as s3fs has it")
 
     monkeypatch.setattr(type(files), "cat_file", by_name)
-    stats = b'{"successes": 12}'
     files.pipe({"/counted/a.tar": b"never opened", "/counted/a_stats.json": stats, "/counted/b.tar": b"none"})
     assert [shard.rows for shard in count_shards(["memory://counted/a.tar", "memory://counted/b.tar"])] == [12]
     path = str(shards.write_tar(tmp_path / "a.tar", range(5)))

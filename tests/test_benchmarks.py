@@ -1,21 +1,17 @@
-"""What benchmarks compare is the same loss and the same model, and a step reads nothing of its device."""
+"""A step reads nothing of its device between its ends."""
 
-import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import gpu, harness, loss, peers, processes
+from benchmarks import gpu
 from mm_utils.model.arguments import ModelArguments
-from mm_utils.objectives.losses import gather_batch, info_nce
 
 READING = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal"}
 _INDEXING = {"index", "index_put", "index_put_"}
@@ -56,72 +52,6 @@ class HostReads(TorchDispatchMode):
         if frame is None or frame.f_code.co_name != "to_device":
             place = "elsewhere" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
             self.found[place] += 1
-
-
-class InThisProcess:
-    """A contestant without a process of its own, which would import everything again."""
-
-    def __init__(self, make: Callable[[Any], Callable[[Any], dict[str, Any]]], task: Any):
-        self.answer, self.error = make(task), None
-
-    def ask(self, question: Any = None) -> dict[str, Any]:
-        return self.answer(question)
-
-    def end(self) -> None:
-        pass
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    for module in (harness, loss):
-        monkeypatch.setattr(module, "Contestant", InThisProcess)
-    monkeypatch.setattr("logging.disable", lambda *_: None)
-
-
-def table(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines of the last table that was printed, without its head."""
-    lines = capsys.readouterr().out.splitlines()
-    begin = max(place for place, line in enumerate(lines) if line.startswith("|---"))
-    return [line for line in lines[begin + 1 :] if line.startswith("|")]
-
-
-def test_the_compared_losses_are_equal(in_this_process, capsys):
-    rows = loss.main(["--pairs", "64,256", "--repeats", "1"])
-    assert len(table(capsys)) == 4
-    tiled, naive = ([row["value"] for row in rows if row["loss"] == name] for name in ("tiled", "naive"))
-    assert tiled == pytest.approx(naive, rel=1e-5)
-    image_NE, text_NE = (normalize(torch.randn(6, 4), dim=-1) for _ in range(2))
-    right = info_nce(
-        image_NE, text_NE, torch.tensor(9.0), gather_batch(image_NE, text_NE, torch.arange(12).view(6, 2))
-    )
-    torch.testing.assert_close(peers.clip_loss()(image_NE, text_NE, torch.tensor(9.0)), right)
-
-
-def flags_for(corpus: Path) -> list[str]:
-    return ["--train_file", str(corpus), "--image_size", "32", "--dataloader_num_workers", "0", "--batch_size", "8"]
-
-
-def test_contestants_train_the_same_model(corpus):
-    parser = argparse.ArgumentParser()
-    peers.add_data_flags(parser)
-    bench = peers.Bench(parser.parse_args(flags_for(corpus)))
-    stock, pixels, tokens = bench.stock_model(), torch.randn(8, 3, 32, 32), bench.random_tokens(9, 12)
-    with torch.no_grad():
-        found = stock(pixel_values=pixels, **tokens)
-        right = bench.model.encode_image(pixels)[0], bench.model.encode_text(*tokens.values())[0]
-    torch.testing.assert_close((found.image_embeds, found.text_embeds), right)
-    counts = [sum(weight.numel() for weight in model.parameters()) for model in (stock, bench.model)]
-    assert counts[0] == counts[1]
-
-
-def test_gradients_are_compared_with_those_in_fp64(corpus, capsys):
-    """On one process, all losses have the right gradient, up to the digits of the precision; of several: by hand."""
-    rows = processes.main([*flags_for(corpus), "--processes", "1", "--steps", "1"])
-    assert len(table(capsys)) == len(rows) == len(processes.CASES)
-    for row in rows:
-        low, high = (1e-4, 0.5) if row["precision"] == "bf16" else (1e-9, 1e-4)
-        assert low < row["distance"] < high
-        assert row["cosine"] == pytest.approx(1, abs=high)
 
 
 @pytest.mark.parametrize("objectives", ["contrastive", "contrastive,captioning", "contrastive,matching"])

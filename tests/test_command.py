@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import write_basic_config
 
@@ -94,13 +93,6 @@ def test_a_wheel_has_the_scripts_and_the_types(tmp_path: Path) -> None:
 
 # -- accelerate's files ------------------------------------------------------------------------------------------------
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
-def test_accelerate_reads_the_file(path):
-    config = load_config_from_file(str(path))
-    assert (config.num_processes == 1) == (config.distributed_type.value == "NO")
-    assert f"accelerate_configs/{path.name}" in path.read_text()  # its command
 
 
 @pytest.mark.parametrize("name", ["multi_gpu", "fsdp2"])

@@ -30,7 +30,7 @@ from mm_utils.checkpointing.files import (
     verify,
 )
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter
-from tests.kit.tiny_run import STEPS, TinyRun, alone, digest, losses, slow, train
+from tests.kit.tiny_run import STEPS, alone
 
 LAST, LIMIT = 5, 2
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
@@ -263,35 +263,3 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(
 
 
 # -- resumed ------------------------------------------------------------------------------------------------------------
-
-
-class Killed:
-    """Ends the process at a place of a step, once in the life of a run."""
-
-    def __init__(self, mark: Path, place: str, step: int):
-        self.mark, self.place, self.step = mark, place, step
-
-    def __call__(self, place: str, step: int) -> None:
-        if (place, step) == (self.place, self.step) and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-PLACES = [("batch", 1), ("forward", 4), ("evaluation", 8), slow("forward", 2), slow("end", 6), slow("saved", 6),
-          slow("end", STEPS), slow("saved", STEPS)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("where", "step"), PLACES)
-def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
-    where: str, step: int, straight: Path, tmp_path: Path
-) -> None:
-    run = TinyRun(tmp_path / "run", strike=Killed(tmp_path / "mark", where, step))
-    status, _ = alone(train, run)
-    assert status == -signal.SIGKILL
-    path = find_checkpoint("latest", run.folder)
-    saved = 0 if path is None else step_of(path)
-    assert step - saved <= 2 * 3  # the newest checkpoint may still have been in the making
-    status, (_, last, _) = alone(train, run)
-    assert (status, last) == (0, STEPS)
-    assert digest(run.folder) == digest(straight)
-    assert losses(run.folder) == losses(straight)

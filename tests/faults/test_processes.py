@@ -135,6 +135,7 @@ def hanging(place: str, step: int, phase: str, seconds: str) -> Case:
 QUICK = {
     "killed at the start": killed(1, "start", 0),
     "killed while a checkpoint is written": killed(0, "writing", 6, world=2),
+    "killed and resumed on three": killed(1, "batch", 5),  # in every bit
     "stopped": Case(
         [Fault(be_quick, "start", 0, None), Fault(freeze, "backward", STRUCK, 1)],
         *([1, None], {0: WAITS}, {"ddp_timeout": 3.0}, 1),

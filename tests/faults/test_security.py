@@ -238,23 +238,6 @@ def test_no_pickle_and_no_script_in_a_data_folder_is_read(canary: Canary, tmp_pa
         load_pairs(DataArguments(dataset_name=str(tmp_path / "own")))
 
 
-HOSTILE_NAMES = ["../../escape", "/tmp/escape", "new\nline", "~/escape"]
-
-
-@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=ascii)
-def test_no_id_and_no_source_names_a_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = tmp_path / "deep" / "inside"
-    inside.mkdir(parents=True)
-    source = write_rows(inside, id=name)
-    before = {path for path in tmp_path.rglob("*") if inside not in path.parents}
-    prepare(f"{source},id_column=image,name={name}", inside / "out")
-    assert {path for path in tmp_path.rglob("*") if inside not in path.parents} == before
-    made = [path.name for path in (inside / "out").rglob("*")]
-    assert not any("escape" in each or "\n" in each for each in made)
-    for place in (Path("/tmp/escape"), Path("~/escape").expanduser()):
-        assert not place.exists()
-
-
 # -- configuration files ------------------------------------------------------------------------------------------------
 
 

@@ -8,13 +8,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModel, AutoProcessor, VisionTextDualEncoderModel, pipeline
+from transformers import AutoProcessor, pipeline
 
 from mm_utils.finetuning.arguments import ClassifierArguments
 from mm_utils.finetuning.classifier import build_classifier
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model
-from mm_utils.model.encoding import embed_texts
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor
 from mm_utils.model.stock import to_dual_encoder
@@ -101,33 +100,6 @@ def test_rerank_adds_what_the_head_says(
     found = model.rerank(TEXTS[0], PICTURES, batch_size=2)
     assert [place for place, _ in found] == sorted(range(len(PICTURES)), key=lambda place: -expected[place])
     assert [score for _, score in sorted(found)] == pytest.approx(expected, abs=1e-5)
-
-
-def test_texts_in_groups_of_about_one_length_are_those_of_one_batch(
-    folder: Path, model: FusionDualEncoderModel
-) -> None:
-    given = inputs(folder)
-    ids = given["input_ids"]
-    mask = given["attention_mask"]
-    with torch.no_grad():
-        for order in (torch.arange(len(ids)), torch.randperm(len(ids))):
-            right = model.encode_text(ids[order], mask[order])[0]
-            torch.testing.assert_close(embed_texts(model, ids[order], mask[order]), right, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_features_of_stock_classes(folder: Path, model: FusionDualEncoderModel, place: str) -> None:
-    stock = AutoModel.from_pretrained(folder / place, trust_remote_code=True).eval()
-    given = inputs(folder)
-    kinds = VisionTextDualEncoderModel if place == "dual_encoder" else object
-    assert isinstance(stock, kinds)
-    with torch.no_grad():
-        images = stock.get_image_features(pixel_values=given["pixel_values"]).pooler_output
-        texts = stock.get_text_features(
-            input_ids=given["input_ids"], attention_mask=given["attention_mask"]
-        ).pooler_output
-    found = (F.normalize(images, dim=-1), F.normalize(texts, dim=-1))
-    torch.testing.assert_close(found, plain_embeds(folder, model), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -22,7 +22,7 @@ from mm_utils.model.build import load_model
 from mm_utils.model.reading import UnreadableError
 from mm_utils.search.index import open_index, write_info
 from mm_utils.search.listing import Listing, folder_listing, pair_listing
-from mm_utils.search.searcher import Searcher, best, fused
+from mm_utils.search.searcher import Searcher, best
 from mm_utils.search.updating import update_index
 from scripts import embed, eval_retrieval, search
 from tests.kit.media_files import clip, media_rows, tone
@@ -229,32 +229,6 @@ def test_a_code_finds_the_images_that_have_it_first(captioned: Path) -> None:
         assert hits[: len(own)] == own
         assert [hit.id.rpartition("/")[2] for hit in own] == [name] * bool(name)
     assert all(hit.score < 1 for hit in found.search_text("a dog 003", 24))
-
-
-def test_no_kind_of_image_loses_by_captions_of_the_others() -> None:
-    """Of 400 images, half with a caption, each is searched by a text like its caption: both kinds find as many as without the others."""
-    draw = torch.Generator().manual_seed(0)
-    image, noise, other = (F.normalize(torch.randn(400, 64, generator=draw), dim=1) for _ in range(3))
-    written = F.normalize(torch.randn(64, generator=draw), dim=0)  # what all texts share, and images lack
-    caption = F.normalize(image + 1.5 * noise + 2 * written, dim=1)
-    text = F.normalize(image + 1.2 * noise + 2 * other + 2 * written, dim=1)
-    has = torch.arange(400) % 2 == 0
-    cosine, agree = text @ image.T, (image * caption).sum(1)
-    read = torch.where(has, text @ caption.T, -torch.inf)
-    score = torch.stack(
-        [fused(one, two, torch.where(has, agree, 0.0))[0] for one, two in zip(cosine, read, strict=True)]
-    )
-    joined = text @ F.normalize(image + 2 * caption, dim=1).T
-
-    def share(scores: torch.Tensor, kind: torch.Tensor) -> float:
-        right = scores.gather(1, torch.arange(400)[:, None])
-        return ((scores > right).sum(1)[kind] < 5).float().mean().item()
-
-    plain = torch.where(has, joined, cosine)
-    assert share(score, has) > share(cosine, has) + 0.1
-    # Without a handicap they stand behind all with captions.
-    assert share(score, ~has) > share(plain, ~has) + 0.1
-    assert share(score, ~has) > 0.8 * share(cosine, ~has)
 
 
 def test_equal_scores_keep_the_order_of_the_index() -> None:

@@ -30,8 +30,6 @@ from mm_utils.search.listing import Listing, folder_listing, pair_listing
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from scripts import embed
-from tests.kit.media_files import tone
-from tests.kit.models import save_model
 from tests.kit.stock_folders import write_stock
 from tests.kit.tiny_run import alone
 from tests.search.conftest import make_embedder, update, write_photos
@@ -342,26 +340,6 @@ def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(
     expected = other.model.encode(texts=["a red y"])[0].tolist()
     rows = contents(tmp_path / "index").values()
     assert all(row["caption_embedding"] == pytest.approx(expected, abs=2e-3) for row in rows)
-
-
-def test_a_folder_of_sounds(tmp_path: Path) -> None:
-    folder, index, model = tmp_path / "media", tmp_path / "index", save_model(tmp_path / "model", "sound")
-    folder.mkdir()
-    for number, pitch in enumerate((200, 400, 800)):
-        (folder / f"{number}.wav").write_bytes(tone(pitch, rate=8000))
-    (folder / "picture.png").touch()
-    (folder / "broken.wav").write_bytes(b"RIFF")
-
-    def run() -> Any:
-        listing = folder_listing(str(folder), medium="sound")
-        return update_index(index, str(model), listing, make_embedder(model, 4), Accelerator(cpu=True))
-
-    assert (run()["embedded"], run()["kept"]) == (3, 3)
-    (folder / "0.wav").write_bytes(tone(5000))
-    assert run()["embedded"] == 1
-    assert list(contents(index)) == [f"{at}.wav" for at in range(3)]
-    skipped = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
-    assert [(line["id"], line["reason"][:7]) for line in skipped] == [("broken.wav", "medium_")]
 
 
 def test_a_model_with_another_image_side_is_refused_and_another_text_side_is_not(

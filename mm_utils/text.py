@@ -17,55 +17,33 @@ _SECRET_NAME = (
     r"|[_-](?:key|pat|pw|pwd|pass)(?![\w-]))"
 )
 _VALUE = r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|\S)+"""
+# What stands in the first group stays.
 _REDACTIONS = [
-    (re.compile(pattern, re.IGNORECASE | re.MULTILINE), replacement)
-    for pattern, replacement in (
+    re.compile(pattern, re.IGNORECASE | re.MULTILINE)
+    for pattern in (
         # '--password=two words', as shlex.join quotes a whole word; a quote inside is '"'"'
-        (rf"""'(--?{_SECRET_NAME}=)(?:'"'"'|[^'])*'""", r"'\1***'"),
+        rf"""('--?{_SECRET_NAME}=)(?:'"'"'|[^'])*(?=')""",
         # --hub_token VALUE, also over a line continued with a backslash; not --use_token --next_flag
-        (rf"(?<![\w-])(--?{_SECRET_NAME}(?:=|(?:\s|\\\n){{1,100}}))(?!--){_VALUE}", r"\1***"),
+        rf"(?<![\w-])(--?{_SECRET_NAME}(?:=|(?:\s|\\\n){{1,100}}))(?!--){_VALUE}",
         # YAML: hub_token: VALUE WITH SPACES
-        (rf"^([ \t]{{0,100}}{_SECRET_NAME}:[ \t]{{1,100}})\S.*$", r"\1***"),
-        # Authorization: Basic VALUE
-        (r"""(authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?)[^\r\n"']+""", r"\1***"),
+        rf"^([ \t]{{0,100}}{_SECRET_NAME}:[ \t]{{1,100}})\S.*$",
+        # Authorization: Basic VALUE, Bearer VALUE
+        r"""(authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?|bearer\s{1,9})[^\r\n"']+""",
         # WANDB_API_KEY=VALUE and "token": "VALUE"
-        (rf"""(?<![\w-])(["']?{_SECRET_NAME}["']?[ \t]{{0,9}}[:=][ \t]{{0,9}}){_VALUE}""", r"\1***"),
-        (r"([?&](?:sig|key)=)[^&\s]+", r"\1***"),
-        (r"(bearer\s{1,9})\S+", r"\1***"),
-        (r"(cookie:[ \t]{0,9})\S.*$", r"\1***"),
-        # CF_API_TOKEN VALUE, and a line of .netrc
-        (r"(?<![\w-])((?-i:[A-Z][A-Z0-9_]{0,99}_(?:TOKEN|SECRET|PASSWORD|KEY)) )[\w./+=-]{12,}", r"\1***"),
-        (r"(login\s{1,9}\S{1,200}\s{1,9}password\s{1,9})\S+", r"\1***"),
-        (r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:(?!-----)[\s\S])*(?:-----END [A-Z ]{0,40}-----)?", "***"),
-        # mysql://user:p@ss/word@host, but not host:port/path
-        (r"([a-z][a-z0-9+]{1,20}://)[^\s/:@]{1,64}:(?!\d{1,5}(?:/|\s|$))\S{1,300}@(?=[a-z0-9])", r"\1***@"),
+        rf"""(?<![\w-])(["']?{_SECRET_NAME}["']?[ \t]{{0,9}}[:=][ \t]{{0,9}}){_VALUE}""",
+        r"([?&](?:sig|key)=)[^&\s]+",
         # https://user:password@host, and https:/user:password@host, which pathlib makes of it
-        (r"(:/{1,2})[^\s/]*@", r"\1***@"),
+        r"(:/{1,2})[^\s/]*(?=@)",
         # user:password@host without a scheme
-        (r"(?<![\w.+:@/-])([\w.+-]{1,64}:)[^\s@/]{1,128}@(?=[a-z0-9])", r"\1***@"),
-        (r"(?<![a-z0-9])hf_(?:(?:oauth|jwt|app)_[\w.-]+|[a-z0-9]{10,})", "***"),
-        # tokens of GitHub, GitLab, OpenAI and Anthropic, Stripe, Slack, AWS, Google
-        (r"(?<![a-z0-9])(?:gh[pousr]_[a-z0-9]{16,}|github_pat_\w{16,}|gl(?:pat|rt|dt|cbt)-[\w-]{16,})", "***"),
-        (
-            r"(?<![a-z0-9])(?:sk-[\w-]{16,}|[rs]k_(?:live|test)_\w{10,}|whsec_\w{16,}|xox[a-z]-[\w-]{8,}|xapp-[\w-]{8,})",
-            "***",
-        ),
-        (r"(?<![a-z0-9])(?-i:(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|GOCSPX-[\w-]{10,})", "***"),
-        # tokens of Google's OAuth, organisations of the Hub, npm, PyPI, Docker, SendGrid, webhooks of Slack and Discord
-        (
-            r"(?<![a-z0-9])(?:ya29\.[\w-]{10,}|api_org_\w{16,}|npm_\w{20,}|pypi-[\w-]{16,}|dckr_[a-z]{2,4}_[\w-]{16,})",
-            "***",
-        ),
-        (r"(?<![a-z0-9])(?-i:SG\.)[\w-]{10,}\.[\w-]{10,}", "***"),
-        (r"((?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/)[^\s\"'<>]+", r"\1***"),
-        # a JSON Web Token
-        (r"(?<![\w-])(?-i:eyJ)[\w-]{8,}\.[\w.-]+", "***"),
+        r"(?<![\w.+:@/-])([\w.+-]{1,64}:)[^\s@/]{1,128}(?=@[a-z0-9])",
+        # tokens of the Hub, GitHub, OpenAI and Anthropic, AWS, Google
+        r"()(?<![a-z0-9])(?:hf_(?:(?:oauth|jwt|app)_[\w.-]+|[a-z0-9]{10,})|api_org_\w{16,}|gh[pousr]_[a-z0-9]{16,}|"
+        r"github_pat_\w{16,}|sk-[\w-]{16,}|(?-i:AKIA|ASIA)[A-Z0-9]{12,}|(?-i:AIza)[\w-]{30,})",
     )
 ]
 # Every secret that a redaction finds has one of these beside it; most messages have none, and cost one search.
 _SUSPICIOUS = re.compile(
-    "token|secret|pass|key|signature|credential|sig=|bearer|authorization|@|hf_|[_-]p(?:at|wd?)|gh[pousr]_|gl(?:pat|rt|dt|cbt)-|whsec|xapp-|gocspx|sk[-_]|rk_|xox|"
-    "a[ks]ia|aiza|eyj|cookie|ya29|api_org|npm_|pypi-|dckr_|sg\\.|hooks\\.slack|webhooks",
+    "token|secret|pass|key|signature|credential|sig=|bearer|authorization|@|hf_|[_-]p(?:at|wd?)|gh[pousr]_|sk-|a[ks]ia|aiza|api_org",
     re.IGNORECASE,
 )
 _SECRET_VARIABLE = re.compile(
@@ -85,16 +63,16 @@ _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202
 def redact(text: str) -> str:
     """Replace everything that looks like a secret by ``***``, so that `text` can be published.
 
-    Covered are tokens of common services; values of flags, variables and keys named after a secret, credentials in URLs and
-    headers, and the current values of such environment variables. The time is linear in the length of `text`.
+    Covered are tokens of the Hub and of a few large services; values of flags, variables and keys named after a secret, credentials in
+    URLs and headers, and the current values of such environment variables. The time is linear in the length of `text`.
     """
     for name in filter(_SECRET_VARIABLE.search, list(os.environ)):
         value = os.environ.get(name, "").strip()
         if len(value) >= 8:
             text = text.replace(value, "***")
     if _SUSPICIOUS.search(text):
-        for pattern, replacement in _REDACTIONS:
-            text = pattern.sub(replacement, text)
+        for pattern in _REDACTIONS:
+            text = pattern.sub(r"\1***", text)
     return text
 
 

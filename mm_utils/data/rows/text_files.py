@@ -47,49 +47,44 @@ def text_rows(path: Path, kind: str | None = None) -> Rows:
 
 
 def _check_lines(path: Path) -> None:
-    """Raise ValueError if the objects of a file of JSON extend over lines, are divided by commas, or are one with lists of rows."""
+    """Raise ValueError if a file of JSON is one object that holds the rows, or objects over several lines or divided by commas."""
     lines = read_lines(path)
     first = next(lines, "{}")
+    rest = ""
     try:
         item = json.loads(first)
+        if any(map(str.strip, lines)):
+            return
     except (ValueError, RecursionError):
         if not first.startswith("{"):
             return
-    else:
-        if not any(map(str.strip, lines)):
-            _check_whole(path, item)
+        try:
+            text = read_document(path).lstrip()
+            item, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):  # a Fault, too
+            return
+        rest = text[end:].strip()
+        if _COMMAS.match(text, end) or (rest and "\n" in text[:end]):
+            raise ValueError(
+                f"{path}: its objects extend over several lines, or are divided by commas. Write one object a line, or a list."
+            ) from None
+    if rest or not isinstance(item, dict):
         return
-    try:
-        text = read_document(path).lstrip()
-        item, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):  # a Fault, too
-        return
-    if _COMMAS.match(text, end):
-        raise ValueError(
-            f"{path}: its objects are divided by commas. Write one object a line, without commas, or a list."
-        )
-    if not text[end:].strip():
-        _check_whole(path, item)
-    if "\n" in text[:end]:
-        what = "objects" if text[end:].strip() else f"one object with {', '.join(map(shortened, [*item][:5]))}"
-        raise ValueError(
-            f"{path} holds {what} over several lines. Write rows: one object a line, or a list of objects."
-        )
-
-
-def _check_whole(path: Path, item: Any) -> None:
-    """Raise ValueError if the only object of a file has its rows in lists of its own, such as one a split."""
-    if isinstance(item, dict) and (file := next((name for name in item if name.lower().endswith(_MEDIA)), None)):
+    lists = [name for name, value in item.items() if _is_rows(value)]
+    if file := next((name for name in item if name.lower().endswith(_MEDIA)), None):
         raise ValueError(
             f"{path} holds one object with a key for every file, such as {shortened(file)}. Write a row for each: "
             '{"image": "a.jpg", "captions": ["a dog"]}, one a line.'
         )
-    lists = [name for name, value in item.items() if _is_rows(value)] if isinstance(item, dict) else []
     if set(lists) - {"regions", "moments"} and not any(isinstance(value, str) for value in item.values()):
-        names = ", ".join(map(shortened, lists))
         raise ValueError(
-            f"{path} holds one object, with rows in {names}. Write each list to a file of its own, whose name may begin with a "
-            "split's, such as train.json."
+            f"{path} holds one object, with rows in {', '.join(map(shortened, lists))}. Write each list to a file of its own, whose name "
+            "may begin with a split's, such as train.json."
+        )
+    if not first.rstrip().endswith("}"):
+        names = ", ".join(map(shortened, [*item][:5]))
+        raise ValueError(
+            f"{path} holds one object with {names} over several lines. Write rows: one object a line, or a list."
         )
 
 

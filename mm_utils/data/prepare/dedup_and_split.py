@@ -13,6 +13,7 @@ Only the small columns of the parts are read, and they stay in their files, as i
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,40 +80,55 @@ def reconcile(
     Refused leaks are listed in `leak_file`. With `own_ids`, ids stay as the sources give them. `earlier` is `earlier_rows` of the data
     set that is overwritten.
     """
-    found = Reconciled(facts := read_facts(parts, own_ids))
-    state = _State(facts, args.near_duplicate_distance)
-    alike = _names(facts, state.first_U[state.near_P[:_EXAMPLES].ravel()])
-    found.duplicates = {
-        "near_pairs": len(state.near_P),
-        "largest_group": int(np.bincount(state.look_U).max()),
-        "examples": [alike[at : at + 2] for at in range(0, len(alike), 2)],
-    }
-    _resolve_leaks(found, state, args.on_leakage, leak_file)
-    found.duplicates["groups"] = _fill_splits(state, facts, args.validation_fraction, args.test_fraction, earlier)
-
-    rows = np.flatnonzero(state.keep_N & (state.id_N >= 0))
-    first = _first_of(state.in_split(state.id_N), rows)
-    for row, earlier in np.stack([rows, first], axis=1)[state.image_N[rows] != state.image_N[first]]:
-        state.keep_N[row] = False
-        why = f"{_place(facts, earlier)} assigns id {facts['id'][row]} to another image"
-        found.faults.append(row_fault(facts, row, "duplicate_id", why))
-    rows = np.flatnonzero(state.keep_N)
-    first = _first_of(state.in_split(state.image_N), rows)
-    others = list[tuple[int, int]]()
-    for row, earlier in zip(rows[first != rows].tolist(), first[first != rows].tolist(), strict=True):
-        found.merged.setdefault(earlier, [earlier]).append(row)
-        state.keep_N[row] = False
-        if state.id_N[row] != state.id_N[earlier] and facts["captions"][row] != facts["captions"][earlier]:
-            others.append((row, earlier))
-    found.duplicates["merged_rows"] = int(np.count_nonzero(first != rows))
-    found.duplicates["merged_files"] = (
-        f"{len(others):,} rows were merged into an earlier one whose file is the very same, though names and captions differ, such as "
-        f"{' and '.join(_names(facts, others[0]))}; look for a placeholder."
-        if others
-        else ""
+    facts = read_facts(parts, own_ids)
+    found = Reconciled(facts)
+    image_N = _codes(facts["image_hash"])
+    # With the source: files of two sources may have the same name, and rows the same number, by chance.
+    id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
+    site_N = _codes(facts["group"])  # of all sources: a site is the same one everywhere
+    split_N = _places_of_splits(facts["split"])
+    _, first_U = np.unique(image_N, return_index=True)
+    prints = b"".join(
+        print_
+        for piece in pieces(facts.select(["fingerprint"]), first_U)
+        for print_ in piece["fingerprint"].to_pylist()
     )
-    kept = state.keep_N
-    places = {split: np.flatnonzero(kept & (state.split_N == number)) for number, split in enumerate(SPLITS)}
+    near_P = near_pairs(np.frombuffer(prints, FINGERPRINT), args.near_duplicate_distance)
+    look_U = groups(len(first_U), near_P)
+    found.duplicates = {
+        "near_pairs": len(near_P),
+        "largest_group": int(np.bincount(look_U).max()),
+        "examples": [_names(facts, first_U[pair]) for pair in near_P[: _EXAMPLES // 2]],
+    }
+
+    codes = [image_N, look_U[image_N], id_N, site_N]  # in the order of `LEAKS`
+    group_U, pairs, kind_P = _leaks(codes, split_N, near_P)
+    keep_N = np.ones(len(facts), dtype=bool)
+    keep_N[_judged(found, pairs, kind_P, split_N, args.on_leakage, leak_file)] = False
+    split_N, found.duplicates["groups"] = _filled(split_N, image_N, group_U, facts, args, earlier)
+
+    rows = np.flatnonzero(keep_N & (id_N >= 0))
+    first = _first_of(id_N * len(SPLITS) + split_N, rows)
+    for row, other in np.stack([rows, first], axis=1)[image_N[rows] != image_N[first]]:
+        keep_N[row] = False
+        why = f"{_place(facts, other)} assigns id {facts['id'][row]} to another image"
+        found.faults.append(row_fault(facts, row, "duplicate_id", why))
+    rows = np.flatnonzero(keep_N)
+    first = _first_of(image_N * len(SPLITS) + split_N, rows)
+    others: list[list[int]] = []
+    for row, other in np.stack([rows, first], axis=1)[first != rows].tolist():
+        found.merged.setdefault(other, [other]).append(row)
+        keep_N[row] = False
+        if id_N[row] != id_N[other] and facts["captions"][row] != facts["captions"][other]:
+            others.append([row, other])
+    found.duplicates["merged_rows"] = int(np.count_nonzero(first != rows))
+    found.duplicates["merged_files"] = ""
+    if others:
+        found.duplicates["merged_files"] = (
+            f"{len(others):,} rows were merged into an earlier one whose file is the very same, though names and captions differ, such as "
+            f"{' and '.join(_names(facts, others[0]))}; look for a placeholder."
+        )
+    places = {split: np.flatnonzero(keep_N & (split_N == number)) for number, split in enumerate(SPLITS)}
     found.rows = {split: rows for split, rows in places.items() if len(rows)}
     found.duplicates["neighbours"] = {} if own_ids else _neighbours(found.rows, facts)
     return found
@@ -145,30 +161,9 @@ def check_kept(ingested: Ingested, found: Reconciled, most: float) -> None:
     )
 
 
-class _State:
-    """N rows, numbered as in the parts, and U distinct images, numbered by their first row.
-
-    `look_U` groups images that look the same, `group_U` also those of one id; `split_N` is -1 where unknown.
-    """
-
-    def __init__(self, facts: pa.Table, distance: int):
-        self.image_N = _codes(facts["image_hash"])
-        # With the source: files of two sources may have the same name, and rows the same number, by chance.
-        self.id_N = _codes(pc.binary_join_element_wise(facts["source"], facts["id"], "/"))
-        self.of_group_N = _codes(facts["group"])  # of all sources: a site is the same one everywhere
-        _, self.first_U = np.unique(self.image_N, return_index=True)
-        prints = [
-            b"".join(piece["fingerprint"].to_pylist()) for piece in pieces(facts.select(["fingerprint"]), self.first_U)
-        ]
-        self.near_P = near_pairs(np.frombuffer(b"".join(prints), FINGERPRINT), distance)
-        self.look_U = self.group_U = groups(len(self.first_U), self.near_P)
-        given = pc.fill_null(pc.index_in(facts["split"], pa.array(SPLITS)), -1)
-        self.split_N = given.to_numpy().astype(np.int8)
-        self.keep_N = np.ones(len(facts), dtype=bool)
-
-    def in_split(self, codes_N: np.ndarray) -> np.ndarray:
-        """Return codes that are equal for rows of one code and one split."""
-        return codes_N * len(SPLITS) + self.split_N
+def _places_of_splits(column: pa.ChunkedArray) -> np.ndarray:
+    """Return the place in `SPLITS` of each name, -1 of null."""
+    return pc.fill_null(pc.index_in(column, pa.array(SPLITS)), -1).to_numpy().astype(np.int8)
 
 
 def _codes(column: pa.ChunkedArray) -> np.ndarray:
@@ -183,78 +178,74 @@ def _first_of(codes_N: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return rows[first[place]]
 
 
-def _resolve_leaks(found: Reconciled, state: _State, policy: str, leak_file: Path) -> None:
-    """Find the groups that the sources put into several splits, and drop, keep or refuse them."""
-    given = np.flatnonzero(state.split_N >= 0)
-    facts = found.facts
+def _leaks(
+    codes: list[np.ndarray], split_N: np.ndarray, near_P: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the group of each of U images; the rows [P, 2] that leak, with one of their group in another split; their places in `LEAKS`."""
+    image_N, look_N, id_N, site_N = codes
 
     def leaking(codes_N: np.ndarray) -> np.ndarray:
-        alone = -2 - np.arange(len(codes_N))
-        return given[leaks(state.split_N[given], np.where(codes_N < 0, alone, codes_N)[given])]
+        known = np.flatnonzero((split_N >= 0) & (codes_N >= 0))
+        return known[leaks(split_N[known], codes_N[known])]
 
-    looks_N = state.look_U[state.image_N]
-    near = leaking(looks_N)
-    by_id = leaking(state.id_N)
-    links = [state.near_P, _linked(state, state.of_group_N)]
-    if len(by_id) >= _COUNTERS and not np.isin(by_id[:, 0], near[:, 0]).any():
+    links = [near_P, _linked(image_N, site_N)]
+    by_id = leaking(id_N)
+    if len(by_id) >= _COUNTERS and not np.isin(by_id[:, 0], leaking(look_N)[:, 0]).any():
         logger.warning(
             "%s ids are in several splits, never for the same image: they are taken for row numbers", f"{len(by_id):,}"
         )
-        by_id = by_id[:0]
     else:
-        links.append(_linked(state, state.id_N))
-    state.group_U = groups(len(state.first_U), np.concatenate(links))
-    linked = len(by_id) or len(leaking(state.of_group_N))
-    pairs = leaking(state.group_U[state.image_N]) if linked else near
+        links.append(_linked(image_N, id_N))
+    group_U = groups(int(image_N.max()) + 1, np.concatenate(links))
+    pairs = leaking(group_U[image_N])
     row_P, other_P = pairs.T
-    codes = (state.image_N, looks_N, state.id_N, state.of_group_N)  # in the order of `LEAKS`
-    kind_P = np.select([(each[row_P] == each[other_P]) & (each[row_P] >= 0) for each in codes], [0, 1, 2, 3], 1)
+    same = [(each[row_P] == each[other_P]) & (each[row_P] >= 0) for each in codes]
+    return group_U, pairs, np.select(same, [0, 1, 2, 3], 1)
+
+
+def _linked(image_N: np.ndarray, codes_N: np.ndarray) -> np.ndarray:
+    """Return pairs [P, 2] of distinct images that have an id, or a group, in common."""
+    known = np.flatnonzero(codes_N >= 0)
+    pairs = np.stack([image_N[_first_of(codes_N, known)], image_N[known]], axis=1)
+    return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
+
+
+def _judged(
+    found: Reconciled, pairs: np.ndarray, kind_P: np.ndarray, split_N: np.ndarray, policy: str, leak_file: Path
+) -> np.ndarray:
+    """Note the leaks in `found`; return the rows that are dropped, or raise ValueError, as the policy says."""
+    facts = found.facts
     kinds = dict(zip(LEAKS, np.bincount(kind_P, minlength=len(LEAKS)).tolist(), strict=True))
-    found.leakage = {
-        "policy": policy,
-        **kinds,
-        "dropped": {},
-        "examples": [_names(facts, pair) for pair in pairs[:_EXAMPLES]],
-    }
+    examples = [_names(facts, pair) for pair in pairs[:_EXAMPLES]]
+    found.leakage = {"policy": policy, **kinds, "dropped": {}, "examples": examples}
     if not len(pairs):
-        return
+        return pairs[:, 0]
 
     def in_split(row: int) -> str:
-        return f"{_place(facts, row)} in {SPLITS[state.split_N[row]]}"
+        return f"{_place(facts, row)} in {SPLITS[split_N[row]]}"
 
     counts = ", ".join(f"{count:,} {LEAKS[kind]}" for kind, count in kinds.items() if count)
     found.leaks = (
         f"{len(pairs):,} rows have an image or group that is in another split too ({counts}), such as "
         f"{in_split(pairs[0, 0])} and {in_split(pairs[0, 1])}"
     )
-    leaked = [
-        row_fault(
-            facts, row, "leaked", f"{in_split(other)} {f'has the same group {group}' if kind == 3 else 'shows it'}"
-        )
-        for row, other, kind, group in zip(row_P, other_P, kind_P, facts["group"].take(pa.array(row_P)), strict=True)
-    ]
+    leaked = []
+    for (row, other), kind in zip(pairs, kind_P, strict=True):
+        how = f"has the same group {facts['group'][row]}" if kind == 3 else "shows it"
+        leaked.append(row_fault(facts, row, "leaked", f"{in_split(other)} {how}"))
     if policy == "error":
         leak_file.write_text("".join(json.dumps(leak) + "\n" for leak in leaked), encoding="utf-8")
         raise ValueError(
             f"{found.leaks}; {leak_file} lists all. Add --on_leakage drop to the command (the image stays in the test, "
             "else in the validation split), or --on_leakage keep; what has been read is not read again."
         )
-    if policy != "keep":
-        dropped = np.full(len(row_P), True)
-        if policy == SAME_FROM_TRAIN:
-            dropped = (state.split_N[row_P] == SPLITS.index("train")) & (kind_P == 0)
-        state.keep_N[row_P[dropped]] = False
-        found.faults += [fault for fault, is_dropped in zip(leaked, dropped, strict=True) if is_dropped]
-        splits, counted = np.unique(state.split_N[row_P[dropped]], return_counts=True)
-        found.leakage["dropped"] = {SPLITS[at]: int(n) for at, n in zip(splits, counted, strict=True)}
-
-
-def _linked(state: _State, codes_N: np.ndarray) -> np.ndarray:
-    """Return pairs [P, 2] of distinct images that have an id, or a group, in common."""
-    known = np.flatnonzero(codes_N >= 0)
-    first = _first_of(codes_N, known)
-    pairs = np.stack([state.image_N[first], state.image_N[known]], axis=1)
-    return np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
+    dropped = np.full(len(pairs), policy != "keep")
+    if policy == SAME_FROM_TRAIN:
+        dropped = (split_N[pairs[:, 0]] == SPLITS.index("train")) & (kind_P == 0)
+    found.faults += [fault for fault, is_dropped in zip(leaked, dropped, strict=True) if is_dropped]
+    rows = pairs[dropped, 0]
+    found.leakage["dropped"] = dict(Counter(SPLITS[at] for at in split_N[rows]))
+    return rows
 
 
 def places_of(rows: pa.Table, earlier: pa.Table) -> np.ndarray:
@@ -263,52 +254,54 @@ def places_of(rows: pa.Table, earlier: pa.Table) -> np.ndarray:
     return pc.fill_null(pc.coalesce(*found), -1).to_numpy()
 
 
-def _fill_splits(
-    state: _State, facts: pa.Table, validation: float | None, test: float, earlier: pa.Table | None
-) -> int:
-    """Assign to rows without a split that of their group, that which it had `earlier`, or one by the hash of their group.
-
-    Returns the number of these groups.
-    """
-    is_default = validation is None
-    unknown = state.split_N < 0
-    name, share = ("validation", validation) if validation else ("test", test)
+def _filled(
+    split_N: np.ndarray,
+    image_N: np.ndarray,
+    group_U: np.ndarray,
+    facts: pa.Table,
+    args: ReconcileArguments,
+    earlier: pa.Table | None,
+) -> tuple[np.ndarray, int]:
+    """Return the splits of all rows, and the number of groups without one: theirs is that which they had `earlier`, or one by a hash."""
+    validation = args.validation_fraction
+    unknown = split_N < 0
+    name = "validation" if validation else "test"
+    share = validation or args.test_fraction
     if share and not unknown.any():
         raise ValueError(
             f"--{name}_fraction is {share}; every row says its split, in a column or by the name of its file or folder, and only rows that "
             "say none are divided. Leave it out, or remove the column split."
         )
-    if share and not unknown.all():
-        logger.warning(
-            "--%s_fraction is %s; it divides the rows that do not say their split, %s of %s",
-            *(name, share, f"{np.count_nonzero(unknown):,}", f"{len(unknown):,}"),
-        )
     if not unknown.any():
-        return 0
-    validation = HOLDOUT_FRACTION if validation is None else validation
-    links_U2 = np.stack([state.group_U, np.arange(len(state.group_U))], axis=1)
-    files_U = _codes(facts["file_hash"])[state.first_U]
+        return split_N, 0
+    if share and not unknown.all():
+        few = f"{np.count_nonzero(unknown):,} of {len(unknown):,}"
+        logger.warning("--%s_fraction is %s; it divides the rows that do not say their split, %s", name, share, few)
+    _, first_U = np.unique(image_N, return_index=True)
+    files_U = _codes(facts["file_hash"])[first_U]
     parts = np.flatnonzero(files_U >= 0)  # clips or sounds that may be parts of one file
-    group_U = groups(
-        len(state.first_U), np.concatenate([links_U2, np.stack([_first_of(files_U, parts), parts], axis=1)])
-    )
-    group_N = group_U[state.image_N]
-    of_group = np.full(len(state.first_U), -1, dtype=np.int8)
-    np.maximum.at(of_group, group_N, state.split_N)
+    links_U2 = np.stack([group_U, np.arange(len(group_U))], axis=1)
+    group_U = groups(len(group_U), np.concatenate([links_U2, np.stack([_first_of(files_U, parts), parts], axis=1)]))
+    group_N = group_U[image_N]
+    of_group = np.full(len(group_U), -1, dtype=np.int8)
+    np.maximum.at(of_group, group_N, split_N)
     if earlier is not None:
         place_N = places_of(pa.table({"id": facts["name"], "image_hash": facts["image_hash"]}), earlier)
-        splits = np.append(pc.index_in(earlier["split"], pa.array(SPLITS)).to_numpy().astype(np.int8), np.int8(-1))
+        splits = np.append(_places_of_splits(earlier["split"]), np.int8(-1))
         before = np.full_like(of_group, -1)
         np.maximum.at(before, group_N, splits[place_N])  # the place -1 is the last
         of_group = np.where(of_group >= 0, of_group, before)
-    hashes = pieces(facts.select(["image_hash"]), state.first_U)
+    least = 0
+    if validation is None:
+        validation = HOLDOUT_FRACTION
+        if not (split_N == SPLITS.index("validation")).any():
+            least = least_held_out(len(np.unique(image_N[unknown])))
+    hashes = pieces(facts.select(["image_hash"]), first_U)
     keys = (key for piece in hashes for key in piece["image_hash"].to_pylist())
-    images = len(np.unique(state.image_N[unknown]))
-    least = least_held_out(images) if is_default and not (state.split_N == SPLITS.index("validation")).any() else 0
-    by_hash_U = assign_splits(group_U, keys, (max(0.0, 1 - validation - test), validation, test), least=least)
-    chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_U[state.image_N])
-    state.split_N = np.where(unknown, chosen_N, state.split_N).astype(np.int8)
-    return len(np.unique(group_N[unknown]))
+    shares = (max(0.0, 1 - validation - args.test_fraction), validation, args.test_fraction)
+    by_hash_N = assign_splits(group_U, keys, shares, least=least)[image_N]
+    chosen_N = np.where(of_group[group_N] >= 0, of_group[group_N], by_hash_N)
+    return np.where(unknown, chosen_N, split_N).astype(np.int8), len(np.unique(group_N[unknown]))
 
 
 def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
@@ -318,34 +311,35 @@ def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
     three times as frequent as for a row of train that is far away, whose captions are those of the same name and another number.
     """
     table = pandas.DataFrame({name: facts[name].to_pandas() for name in ("id", "source", "group")})
-    names = table["id"].astype(str).str.replace(r"\.\w+$", "", regex=True).str.extract(r"(?s)^(.*?)(\d{1,18})(\D*)$")
+    names = table["id"].astype(str).str.extract(r"(?s)^(.*?)(\d{1,18})(\D*?)(?:\.\w+)?$")
     table["key"] = table["source"] + "/" + names[0] + "#" + names[2]
-    table["row"] = np.arange(len(table))
     table = table[table["id"].notna() & table["group"].isna() & names[1].notna()]
     table["number"] = names[1][table.index].astype(np.int64)
-    table = table[["key", "number", "row"]].sort_values("number", kind="stable")
-    of_train = table["row"].isin(rows.get("train", []))
-    outside = table[~of_train & table["row"].isin(np.concatenate([np.zeros(0, np.int64), *rows.values()]))]
-    train = table[of_train].sort_values("key", kind="stable")
+    table = table.rename_axis("row").reset_index()[["key", "number", "row"]].sort_values("number", kind="stable")
+    others = [places for split, places in rows.items() if split != "train"]
+    outside = table[table["row"].isin(np.concatenate([*others, np.zeros(0, np.int64)]))]
+    train = table[table["row"].isin(rows.get("train", []))].sort_values("key", kind="stable")
     train["same_name"] = train.groupby("key")["row"].transform(lambda own: np.roll(own, len(own) // 2))
     train["any_name"] = np.roll(train["row"], len(train) // 2)
     train = train.sort_values("number", kind="stable")
     pairs = pandas.merge_asof(outside, train, "number", by="key", direction="nearest", tolerance=_BESIDE).dropna()
     pairs = pairs.drop(columns="key").astype(np.int64)
+    captions = facts["captions"]
+    prints = facts["fingerprint"]
 
     def has_captions(row: int, other: int) -> bool:
-        return facts["captions"][row] == facts["captions"][other]
+        return captions[row] == captions[other]
 
     def has_picture(row: int, other: int) -> bool:
-        hashes = [int.from_bytes((facts["fingerprint"][at].as_py() or b"")[:8], "little") for at in (row, other)]
+        hashes = [int.from_bytes((prints[at].as_py() or b"")[:8], "little") for at in (row, other)]
         return all(hashes) and (hashes[0] ^ hashes[1]).bit_count() <= _LIKE
 
     found: dict[str, Any] = {"outside": len(outside), "count": 0, "example": ""}
     for is_like, far in ((has_captions, "same_name"), (has_picture, "any_name")):
         near = [pair for pair in zip(pairs["row_x"], pairs["row_y"], strict=True) if is_like(*pair)]
-        others = sum(map(is_like, pairs["row_x"], pairs[far]))
-        if len(near) > max(found["count"], 3 * others - 1):
-            found |= {"count": len(near), "example": " beside ".join(facts["name"][at].as_py() for at in near[0])}
+        by_chance = sum(map(is_like, pairs["row_x"], pairs[far]))
+        if len(near) > max(found["count"], 3 * by_chance - 1):
+            found |= {"count": len(near), "example": " beside ".join(_names(facts, near[0]))}
     return found
 
 

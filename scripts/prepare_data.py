@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
     # 1. Arguments: dataclass defaults < --config file < command line.
     given = parse_args(*FLAGS, argv=argv, doc=__doc__)
     args, checks, timed = given[PrepareArguments], given[CheckArguments], given[TimedArguments]
-    reconcile_args, paths = given[ReconcileArguments], given[PathArguments]
+    reconcile_args = given[ReconcileArguments]
     set_up_logging()
 
     start = time.perf_counter()
@@ -56,8 +56,8 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
         earlier = earlier_rows(args.output_dir)  # none, unless --overwrite allows some
 
         # 2. Rows alone: read, check, shrink, on all cores; what an earlier run has done is kept.
-        sources = [parse_source(item) for item in args.sources]
-        ingested = ingest_sources(sources, paths, plan_of(args, checks, timed, pool), work)
+        sources = [parse_source(item, given[PathArguments]) for item in args.sources]
+        ingested = ingest_sources(sources, plan_of(args, checks, timed, pool), work)
 
         # 3. Rows together: duplicates, leaks, splits.
         found = reconcile(ingested.parts, reconcile_args, work / "leaks.jsonl", earlier=earlier)

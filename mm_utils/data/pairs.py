@@ -42,8 +42,7 @@ def load_pairs(args: DataArguments, *, need_train: bool = True, holds_out: bool 
         refuse_columns(args, "the data are a prepared set")
         pairs = open_prepared(args.dataset_name, title, allow_outside=args.allow_outside_root)
     else:
-        paths = PathArguments(args.image_root, args.allow_outside_root)
-        pairs = load_or_prepare(sources, paths, trains=need_train)
+        pairs = load_or_prepare(sources, trains=need_train)
     if need_train and "train" not in pairs:
         raise ValueError(f"{title}; there is no train split, only {', '.join(pairs)}. Give pairs to train on.")
     parts = dict(pairs)
@@ -99,10 +98,10 @@ def iterate_captions(rows: Dataset) -> Iterator[str]:
 
 def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
     """Return the sources that the flags name, none for the embedded scenes; `labelled` are fields of those of labelled rows."""
+    fields = {**args.columns, **labelled, "paths": PathArguments(args.image_root, args.allow_outside_root)}
     if args.dataset_name:
         name = args.dataset_name
-        title = f"--dataset_name is {args.dataset_name}"
-        fields = {**args.columns, **labelled}
+        title = f"--dataset_name is {name}"
         kind = detect(Source(name, title=title, **fields)) if os.path.isdir(name) else "datasets"
         return [Source(name, kind, name, title=title, **fields)]
     given = {split: file for split, file in args.files.items() if file}
@@ -110,14 +109,11 @@ def sources_of(args: DataArguments, **labelled: Any) -> list[Source]:
     for split, file in given.items():
         title = f"--{split}_file is {file}"
         if not os.path.isfile(file) and not file.lower().endswith(".tar"):
-            kind = (
-                "a folder. Give it as --dataset_name."
-                if os.path.isdir(file)
-                else "a pipe or device. Write it to a file."
-            )
-            what = missing(file, is_local=True) or f"that is {kind}"
-            raise ValueError(f"{title}; {what}")
+            what = "that is a pipe or device. Write it to a file."
+            if os.path.isdir(file):
+                what = "that is a folder. Give it as --dataset_name."
+            raise ValueError(f"{title}; {missing(file, is_local=True) or what}")
         name = file if len(set(given.values())) == len(given) else f"{file} for {split}"
         file_split = None if list(given) == ["train"] else split  # a file alone may hold rows of all splits
-        sources.append(Source(file, name=name, file_split=file_split, title=title, **args.columns, **labelled))
+        sources.append(Source(file, name=name, file_split=file_split, title=title, **fields))
     return sources

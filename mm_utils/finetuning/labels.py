@@ -18,7 +18,7 @@ from datasets import Dataset, DatasetDict, Features, List, Value, concatenate_da
 from transformers import ProcessorMixin
 
 from mm_utils import distributed
-from mm_utils.data.arguments import SPLITS, DataArguments, LoaderArguments, PathArguments
+from mm_utils.data.arguments import SPLITS, DataArguments, LoaderArguments
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.faults import is_hopeless
 from mm_utils.data.media import kind_of
@@ -80,7 +80,7 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
         refuse_columns(args, "the data are the embedded scenes", labels.label_column)
         parts = {split: _asked(rows) for split, rows in load_scenes().items()}
     else:
-        rows, known = load_labelled_rows(sources, PathArguments(args.image_root, args.allow_outside_root))
+        rows, known = load_labelled_rows(sources)
         check_single(rows["answers"], title)
         places: dict[str, list[int]] = {split: [] for split in SPLITS}
         for place, split in enumerate(rows["split"]):

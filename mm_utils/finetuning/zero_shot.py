@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 from transformers import PreTrainedTokenizerBase
 
-from mm_utils.data.arguments import SPLIT_NAMES, DataArguments, PathArguments
+from mm_utils.data.arguments import SPLIT_NAMES, DataArguments
 from mm_utils.data.batches.tokens import Reach, encode_captions, pad_captions, unread
 from mm_utils.data.media import medium_of
 from mm_utils.data.prepare.cache import load_labelled_rows
@@ -160,11 +160,10 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
         )
     usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
     title = sources[0].title
-    paths = PathArguments(args.image_root, args.allow_outside_root)
     there = defaultdict[str, set[str]](set)  # the sources of each split
     labels_of_all = set[str]()
     for source in sources:
-        for row in rows_of(source, paths):
+        for row in rows_of(source):
             if isinstance(row, Record):
                 there[row.split or "train"].add(source.name)
                 labels_of_all |= {label_of(row.answers)} if row.answers else set()
@@ -175,7 +174,7 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
         raise ValueError(f"--split is {labels.split}; the data has {', '.join(sorted(there))}. Choose one of them.")
     sources = [replace(source, only=split) for source in sources if source.name in there[split] or not labels_of_all]
     title = f"{sources[0].title}, split {split}"
-    rows, known = load_labelled_rows(sources, paths)
+    rows, known = load_labelled_rows(sources)
     check_single(rows["answers"], title)
     names = [label_of(answers) for answers in rows["answers"]]
     has_folders = os.path.isdir(sources[0].path) and detect(sources[0]) == "classes"  # whose names may be numbers

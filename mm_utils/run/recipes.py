@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 
 from mm_utils.arguments import Parsed, parse_args, read_flat_yaml
 from mm_utils.command import scripts_folder
-from mm_utils.data.arguments import DataArguments, PathArguments
+from mm_utils.data.arguments import DataArguments
 from mm_utils.data.media import kind_of
 from mm_utils.data.pairs import sources_of
 from mm_utils.data.prepare.on_disk import is_prepared, open_prepared
@@ -230,7 +230,7 @@ def _first_rows(data: DataArguments, source: Source) -> tuple[str, list[str]]:
         rows = next(iter(splits.values()))  # that there is no train split is said where it is read
         held = rows.select(range(min(FIRST_ROWS, len(rows)))).select_columns(["captions"])[:]["captions"]
         return kind_of(rows.features), [caption for captions in held for caption in captions]
-    read = islice(read_rows(source, PathArguments(data.image_root, data.allow_outside_root)), FIRST_ROWS)
+    read = islice(read_rows(source), FIRST_ROWS)
     records = [row for row in read if isinstance(row, Record)]
     medium = records[0].medium if records else "image"
     return medium, [text for record in records for text in record.captions if isinstance(text, str)]

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 
-from mm_utils.data.arguments import DataArguments, PathArguments
+from mm_utils.data.arguments import DataArguments
 from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.media import COLUMNS, FEATURES
 from mm_utils.data.pairs import load_pairs
@@ -202,7 +202,7 @@ def raw(path: Path, _: str, flag: str) -> list[dict[str, Any]]:
 def labelled(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:
     """As `finetune` and `eval_zero_shot` read them, with the caption for a label."""
     source = Source(str(path), labelled=True, medium=medium, label_column="caption")
-    return [{**row, "captions": row["answers"]} for row in load_labelled_rows([source], PathArguments())[0]]
+    return [{**row, "captions": row["answers"]} for row in load_labelled_rows([source])[0]]
 
 
 def streamed(path: Path, medium: str, flag: str) -> list[dict[str, Any]]:

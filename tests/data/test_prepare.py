@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def write(folder: Path, names: list[str]) -> None:
 
 def load(folder: Path, name: str = "pairs.jsonl") -> DatasetDict:
     source = Source(str(folder / name), title=f"--train_file is {name}")
-    return load_or_prepare([source], PathArguments(allow_outside_root=True))
+    return load_or_prepare([replace(source, paths=PathArguments(allow_outside_root=True))])
 
 
 def ids(folder: Path) -> list[str]:
@@ -219,7 +220,7 @@ def test_a_changed_image_row_or_option_leads_to_another_result(folder: Path, own
     assert len(ids(folder)) == 6
     write(folder, [f"{number}.png" for number in range(5)])
     assert len(ids(folder)) == 5
-    load_or_prepare([Source(str(folder / "pairs.jsonl"), id_column="caption")], PathArguments())
+    load_or_prepare([Source(str(folder / "pairs.jsonl"), id_column="caption")])
     assert len(results(own_cache)) == 5
 
 

@@ -13,7 +13,6 @@ import pytest
 from datasets import Audio, load_from_disk
 from transformers import Wav2Vec2FeatureExtractor
 
-from mm_utils.data.arguments import PathArguments
 from mm_utils.data.images import open_image
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import Sound
@@ -305,7 +304,7 @@ def test_bad_media_are_set_aside_and_good_ones_are_kept(column: str, cases: Case
             add(content, columns, reason, not reason or "moments" in columns)
         good = wav(clicking(0.5, pitch=200 + 2 * at)) if column == "audio" else animation(3, flash=at % 3)
         add(good, {}, "", True)
-    found = ingest_sources([Source(write_rows(tmp_path / "rows.jsonl", *rows))], PathArguments(), PLAN, tmp_path)
+    found = ingest_sources([Source(write_rows(tmp_path / "rows.jsonl", *rows))], PLAN, tmp_path)
     parts = [read_part(part, ["captions", "image", "seconds", "moments"]).to_pylist() for part in found.parts]
     got = [row for part in parts for row in part]
     faults = {fault["where"]: fault for fault in found.faults}

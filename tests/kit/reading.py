@@ -28,7 +28,7 @@ Member = tuple[str, bytes]
 
 
 def read(path: Path | str, safety: PathArguments = SAFE, **fields: Any) -> tuple[list[Record], list[BadRow]]:
-    items = list(read_rows(Source(str(path), **fields), safety))
+    items = list(read_rows(Source(str(path), paths=safety, **fields)))
     return [item for item in items if isinstance(item, Record)], [item for item in items if isinstance(item, BadRow)]
 
 

@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.cores import available_cores
-from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import REASONS
 from mm_utils.data.media import FEATURES
 from mm_utils.data.prepare.arguments import PILLOW_PIXELS, CheckArguments, ReconcileArguments
@@ -44,7 +43,7 @@ _LABELLED = ("image", "seconds", "file_hash", "stored_hash", "captions", "answer
 _NAMED = 3  # places that a warning names
 
 
-def load_or_prepare(sources: list[Source], paths: PathArguments, trains: bool = False) -> DatasetDict:
+def load_or_prepare(sources: list[Source], trains: bool = False) -> DatasetDict:
     """Load the rows of raw sources from the datasets cache; check all of them the first time.
 
     Files stay where they are; embedded images are stored as they came, clips and sounds in the form of prepared ones. Bad rows
@@ -55,11 +54,11 @@ def load_or_prepare(sources: list[Source], paths: PathArguments, trains: bool = 
         ValueError: if a source cannot be read, more than half of its rows are bad, an id names two images, or the cache
             cannot be written.
     """
-    folder, _ = _checked(sources, paths, SAME_FROM_TRAIN if trains else "keep")
+    folder, _ = _checked(sources, SAME_FROM_TRAIN if trains else "keep")
     return open_prepared(str(folder), ", ".join(source.name for source in sources), allow_outside=True)
 
 
-def load_labelled_rows(sources: list[Source], paths: PathArguments) -> tuple[Dataset, tuple[str, ...]]:
+def load_labelled_rows(sources: list[Source]) -> tuple[Dataset, tuple[str, ...]]:
     """Load the rows of labelled sources as `load_or_prepare` does, all of them, in order.
 
     Returns:
@@ -67,18 +66,18 @@ def load_labelled_rows(sources: list[Source], paths: PathArguments) -> tuple[Dat
         it; of clips and sounds also `seconds`, and the `file_hash` that parts of a file have in common. And the names of all
         classes in order, if the source has them.
     """
-    (folder, classes) = _checked(sources, paths, "keep")
+    (folder, classes) = _checked(sources, "keep")
     medium = sources[0].medium
     found = open_rows(folder).cast_column("image", FEATURES[medium]).rename_column("stored_hash", "content_id")
     return found.remove_columns(["seconds", "file_hash"]) if medium == "image" else found, classes
 
 
-def _checked(sources: list[Source], paths: PathArguments, on_leakage: str) -> tuple[Path, tuple[str, ...]]:
+def _checked(sources: list[Source], on_leakage: str) -> tuple[Path, tuple[str, ...]]:
     """Return the folder of what is made of the rows of the sources, once, and the names of all classes; log its warnings."""
     classes: dict[tuple[str, ...], None] = {}
 
     def rows() -> Iterator[Record | BadRow]:
-        for row in (row for source in sources for row in rows_of(source, paths)):
+        for row in (row for source in sources for row in rows_of(source)):
             if isinstance(row, Record):
                 classes[row.classes] = None
             yield row
@@ -90,7 +89,7 @@ def _checked(sources: list[Source], paths: PathArguments, on_leakage: str) -> tu
     given = tqdm(rows(), desc=title, unit=" rows", leave=False, disable=hidden)
     storage = replace(IN_PLACE, captioned=not labelled)
     rules = ReconcileArguments(validation_fraction=0.0, on_leakage=on_leakage)
-    key, count = key_of_rows(given, sources, paths, RAW_CHECKS, storage, rules)
+    key, count = key_of_rows(given, sources, RAW_CHECKS, storage, rules)
 
     def make(folder: Path) -> None:
         logger.info(
@@ -99,7 +98,7 @@ def _checked(sources: list[Source], paths: PathArguments, on_leakage: str) -> tu
         )  # fmt: skip
         workers = min(available_cores(), count // FIRST_CHUNK + 1)
         plan = IngestPlan(RAW_CHECKS, storage, workers, max_bad_fraction=0.5)
-        _prepare(folder, folder.parent / key, sources, paths, plan, rules)
+        _prepare(folder, folder.parent / key, sources, plan, rules)
 
     folder = stored("labels" if labelled else "pairs", key, make)
     if distributed.rank() == 0:
@@ -112,12 +111,11 @@ def _prepare(
     folder: Path,
     final: Path,
     sources: list[Source],
-    paths: PathArguments,
     plan: IngestPlan,
     rules: ReconcileArguments,
 ) -> None:
     """Write the result, whose folder will be named `final`, into `folder`."""
-    ingested = ingest_sources(sources, paths, plan, folder)
+    ingested = ingest_sources(sources, plan, folder)
     by_reason = defaultdict(list)
     for fault in ingested.faults:
         by_reason[fault["source"], fault["reason"]].append(fault)

@@ -31,7 +31,6 @@ import pyarrow.compute as pc
 import torch
 from tqdm.auto import tqdm
 
-from mm_utils.data.arguments import PathArguments
 from mm_utils.data.batches.workers import end_with_parent
 from mm_utils.data.faults import REASONS, UNREAD, Fault, first_repeated, is_hopeless, storable
 from mm_utils.data.images import encode, shrink
@@ -163,7 +162,7 @@ class Ingested(ChunkResult):
     parts: list[Path] = field(default_factory=list)
 
 
-def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan, work: Path) -> Ingested:
+def ingest_sources(sources: list[Source], plan: IngestPlan, work: Path) -> Ingested:
     """Read all sources; check and store their rows in `work`. Existing chunks are kept.
 
     Raises:
@@ -171,10 +170,11 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
     """
     with _reading(*sources):
         sources = _named([replace(source, format=source.format or detect(source)) for source in sources])
-    if paths.image_root and all(source.format == "webdataset" for source in sources):
-        raise ValueError(f"--image_root is {paths.image_root}; tar shards hold their files. Leave it out.")
+    root = sources[0].paths.image_root
+    if root and all(source.format == "webdataset" for source in sources):
+        raise ValueError(f"--image_root is {root}; tar shards hold their files. Leave it out.")
     found = Ingested(sources={source.name: source for source in sources})
-    given = (row for source in sources for row in itertools.islice(rows_of(source, paths), plan.max_rows))
+    given = (row for source in sources for row in itertools.islice(rows_of(source), plan.max_rows))
     for part, result in ingest_rows(_of_one_kind(given, plan.storage.timed), plan, work):
         found.parts.append(part)
         found.faults += result.faults
@@ -188,10 +188,10 @@ def ingest_sources(sources: list[Source], paths: PathArguments, plan: IngestPlan
     return found
 
 
-def rows_of(source: Source, paths: PathArguments) -> Iterator[Record | BadRow]:
+def rows_of(source: Source) -> Iterator[Record | BadRow]:
     """Yield the rows of a source; raises a ValueError also if a file of it cannot be read."""
     with _reading(source):
-        yield from read_rows(source, paths)
+        yield from read_rows(source)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from mm_utils.cores import available_cores
+from mm_utils.data.arguments import PathArguments
 from mm_utils.data.paths import is_url
 from mm_utils.data.prepare.arguments import CheckArguments, PrepareArguments, TimedArguments
 from mm_utils.data.prepare.ingest import IngestPlan, Pool, Storage, local_pool
@@ -37,16 +38,16 @@ def plan_of(
     return IngestPlan(checks, storage, workers, args.max_bad_fraction, args.max_rows, pool)
 
 
-def parse_source(item: str) -> Source:
+def parse_source(item: str, paths: PathArguments | None = None) -> Source:
     r"""Read ``path,key=value,...``; a comma inside a value is written ``\,``, and templates are separated by ``|``.
 
     Raises:
         ValueError: for an unknown key or an impossible value.
     """
     path, *rest = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", item)]
-    internal = ("path", "title", "labelled", "label_column", "file_split", "only")
+    internal = ("path", "title", "labelled", "label_column", "file_split", "only", "paths")
     known = [each.name for each in dataclasses.fields(Source) if each.name not in internal]
-    values: dict[str, Any] = {"path": path.strip()}
+    values: dict[str, Any] = {"path": path.strip(), "paths": paths or PathArguments()}
     for part in rest:
         key, equals, value = (text.strip() for text in part.partition("="))
         if not equals:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import Fault
 from mm_utils.data.rows.columns import Columns
 from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
@@ -65,9 +64,9 @@ def _format_of_document(path: Path) -> str | None:
         return "karpathy" if b'"sentences"' in text[found.start() : found.start() + _NEXT] else "coco"
 
 
-def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_coco(source: Source) -> Iterator[Record | BadRow]:
     """Join ``images`` and ``annotations`` by ``image_id``: one record an image; ValueError if no annotation has a caption."""
-    document, builder = _open_document(source, safety, "images", "annotations")
+    document, builder = _open_document(source, "images", "annotations")
     annotations: defaultdict[str, list[tuple[str, Any]]] = defaultdict(list)
     texts = partial(_with, keys=("caption", "image_id"))
     for place, annotation in made_rows("annotation", enumerate(document["annotations"]), texts):
@@ -95,9 +94,9 @@ def read_coco(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
             yield builder.bad(place, Fault("unmatched_caption", f"no image has the id {key}"), str(caption))
 
 
-def read_karpathy(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_karpathy(source: Source) -> Iterator[Record | BadRow]:
     """Read ``images[].sentences[].raw`` with their splits; restval counts as train."""
-    document, builder = _open_document(source, safety, "images")
+    document, builder = _open_document(source, "images")
 
     def image(item: Any) -> dict[str, Any]:
         row = checked_object(item)
@@ -112,12 +111,12 @@ def read_karpathy(source: Source, safety: PathArguments) -> Iterator[Record | Ba
     yield from builder.records(columns, made_rows("image", enumerate(document["images"]), image))
 
 
-def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_flickr(source: Source) -> Iterator[Record | BadRow]:
     """Read one caption a line: ``name.jpg#0<TAB>caption``, or below a header of columns.
 
     Everything after the first comma is the caption: Flickr8k's captions hold commas and are not always quoted.
     """
-    builder = _builder(source, safety)
+    builder = _builder(source)
     lines = enumerate(read_lines(Path(source.path)), start=1)
     first = next(read_lines(Path(source.path)), "").strip()
     pattern = _TOKEN
@@ -143,10 +142,10 @@ def read_flickr(source: Source, safety: PathArguments) -> Iterator[Record | BadR
     yield from builder.records(Columns("image", "caption"), made_rows("line", below, row))
 
 
-def _open_document(source: Source, safety: PathArguments, *keys: str) -> tuple[dict[str, Any], RecordBuilder]:
+def _open_document(source: Source, *keys: str) -> tuple[dict[str, Any], RecordBuilder]:
     """Parse a JSON document whose `keys` are lists; return it with the builder of its records."""
     path = Path(source.path)
-    builder = _builder(source, safety)
+    builder = _builder(source)
     with path.open("rb") as head:
         if is_wide(head.read(4096)):
             raise ValueError(f"{source.title}; the file is UTF-16 or UTF-32 text. Save it as UTF-8.")
@@ -164,13 +163,13 @@ def _open_document(source: Source, safety: PathArguments, *keys: str) -> tuple[d
     return document, builder
 
 
-def _builder(source: Source, safety: PathArguments) -> RecordBuilder:
+def _builder(source: Source) -> RecordBuilder:
     if source.medium not in ("auto", "image"):
         raise ValueError(
             f"{source.title}; {source.format} is read for images alone, and the medium is {source.medium}. Write the rows "
             "as JSONL, with the columns of paths and captions."
         )
-    return RecordBuilder(source, safety)
+    return RecordBuilder(source)
 
 
 def _with(item: Any, keys: Iterable[str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 
 from mm_utils.arguments import load_own
-from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
@@ -44,7 +43,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {  # that each format reads, beside name,
 }
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # media of a folder that tell its kind
-_READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]] = {
+_READERS: dict[str, Callable[[Source], Iterator[Record | BadRow]]] = {
     **dict.fromkeys(("jsonl", "json", "csv", "tsv", "parquet", "tables"), read_tables),
     "datasets": read_datasets,
     "imagefolder": read_caption_files,
@@ -57,7 +56,7 @@ _READERS: dict[str, Callable[[Source, PathArguments], Iterator[Record | BadRow]]
 }
 
 
-def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_rows(source: Source) -> Iterator[Record | BadRow]:
     """Read every row of `source` in order as a `Record`, or as a `BadRow` with the reason.
 
     Memory does not grow with the rows, except for JSON documents (COCO, Karpathy, arrays), which are parsed whole.
@@ -87,7 +86,7 @@ def read_rows(source: Source, safety: PathArguments) -> Iterator[Record | BadRow
     ):
         raise ValueError(f"{source.title}; {gone}")
     read = _READERS.get(source.format, _read_own)
-    rows = read_metadata(source, safety, files) if files else read(source, safety)
+    rows = read_metadata(source, files) if files else read(source)
     if source.file_split is not None:
         rows = _of_split(rows, source)
     only = source.only  # a bad row may be of any split
@@ -136,17 +135,17 @@ def _of_split(rows: Iterator[Record | BadRow], source: Source) -> Iterator[Recor
     )
 
 
-def _read_own(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def _read_own(source: Source) -> Iterator[Record | BadRow]:
     """Read by a user's reader, which `format` names as module.function."""
 
     def rows() -> Rows:
-        for item in load_own(source.format, f"{source.title}, format")(source, safety):
+        for item in load_own(source.format, f"{source.title}, format")(source, source.paths):
             if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], (dict, Fault))):
                 wrong = f"it yields {type(item).__name__}. Yield a row's place, and a dict of its columns or a Fault"
                 raise ValueError(f"{source.title}, format={source.format}; {wrong}.")
             yield item
 
-    yield from RecordBuilder(source, safety).records(*table_of(rows(), source, source.title))
+    yield from RecordBuilder(source).records(*table_of(rows(), source, source.title))
 
 
 def detect(source: Source) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import Fault, excerpt
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import Jail, read_file
@@ -41,11 +40,11 @@ _LAST_NUMBER = re.compile(r"(\D.*?)\s*[\s,;:|]\s*(\d+)")
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 
-def read_caption_files(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_caption_files(source: Source) -> Iterator[Record | BadRow]:
     """Read media with a caption file beside each, one caption a line."""
-    builder = RecordBuilder(source, safety)
+    builder = RecordBuilder(source)
     unread = Unread()
-    jail = Jail(source.path, safety.allow_outside_root)
+    jail = Jail(source.path, source.paths.allow_outside_root)
     suffixes = SUFFIXES[builder.medium]
 
     def files() -> Iterator[tuple[str, tuple[str | None, list[str]]]]:
@@ -89,9 +88,9 @@ def _text_of(file: str, jail: Jail) -> str:
         raise Fault("read_error", f"{file}: {error.strerror}") from error
 
 
-def read_classes(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_classes(source: Source) -> Iterator[Record | BadRow]:
     """Read ``<class>/<image>`` or ``<split>/<class>/<image>``; templates make the captions."""
-    builder = RecordBuilder(source, safety)
+    builder = RecordBuilder(source)
     unread = Unread()
     label = "label" if source.labelled else None
     columns = Columns("image", "captions", medium=builder.medium, labelled=source.labelled, label=label)

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 from datasets.table import MemoryMappedTable
 
-from mm_utils.data.arguments import SPLIT_NAMES, PathArguments
+from mm_utils.data.arguments import SPLIT_NAMES
 from mm_utils.data.faults import Fault, excerpt, storable
 from mm_utils.data.images import encode, open_image, raw_size
 from mm_utils.data.parquet import ParquetRows
@@ -153,18 +153,17 @@ class RecordBuilder:
     def __init__(
         self,
         source: Source,
-        safety: PathArguments,
         default_root: str | os.PathLike[str] = "",
         id_root: str = "",
         also: Iterable[str] = (),
     ) -> None:
         self.source = source
-        given = source.image_root or safety.image_root
+        given = source.image_root or source.paths.image_root
         own = source.path if os.path.isdir(source.path) else os.path.dirname(source.path) or "."
         root = given or os.fspath(default_root) or own
         if not os.path.isdir(root):
             raise ValueError(f"{source.title}; its image_root {root} is not a folder. Give the folder of the images.")
-        self.jail = Jail(root, safety.allow_outside_root, also)
+        self.jail = Jail(root, source.paths.allow_outside_root, also)
         self._id_root = os.path.abspath(given or id_root or root)
         self.medium = "image" if source.medium == "auto" else source.medium
 

@@ -1,7 +1,7 @@
 """Flags and items that name sources of image-caption pairs."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mm_utils.data.arguments import SPLIT_NAMES
 from mm_utils.data.arguments import DataArguments as DataArguments  # these three: code of users has them from here
@@ -36,6 +36,7 @@ class Source:
         medium: image, clip or sound; auto finds it by the columns, or the files of a folder.
         file_split: the split that a flag gives a file as: rows that say none are of it, and those of another one are not read.
         only: a split; the rows of others are not read.
+        paths: the flags of all sources.
         title: beginning of error messages, which names the flag.
     """
 
@@ -58,6 +59,7 @@ class Source:
     label_column: str | None = None
     file_split: str | None = None
     only: str | None = None
+    paths: PathArguments = field(default_factory=PathArguments)
 
     def __post_init__(self) -> None:
         if not self.path:

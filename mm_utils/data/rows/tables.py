@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Audio, ClassLabel, Dataset, Features, Image, Video
 
-from mm_utils.data.arguments import SPLIT_NAMES, PathArguments
+from mm_utils.data.arguments import SPLIT_NAMES
 from mm_utils.data.faults import REASONS, Fault
 from mm_utils.data.media import FEATURES
 from mm_utils.data.parquet import ParquetRows, cells_of
@@ -45,32 +45,30 @@ Table = tuple[Columns, Rows]
 """The columns of a file or split, and its rows, in which embedded images are `ImageRef`s."""
 
 
-def read_tables(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_tables(source: Source) -> Iterator[Record | BadRow]:
     """Read a file of Parquet, JSONL, JSON, CSV or TSV, or a folder of such files, whose names may begin with a split's."""
     path = Path(source.path)
     kind = f".{source.format}"
     if not path.is_dir():
-        yield from RecordBuilder(source, safety).records(*_table(path, source, kind))
+        yield from RecordBuilder(source).records(*_table(path, source, kind))
         return
     kinds = TABLES if source.format == "tables" else (kind,)
-    names = own_files(source.path, kinds, safety.allow_outside_root, source.title, Unread())
+    names = own_files(source.path, kinds, source.paths.allow_outside_root, source.title, Unread())
     files = [path / name for name in names]
-    yield from _read_folder(source, safety, _agreeing(files, source) if len(kinds) > 1 else files)
+    yield from _read_folder(source, _agreeing(files, source) if len(kinds) > 1 else files)
 
 
-def read_metadata(source: Source, safety: PathArguments, files: list[Path]) -> Iterator[Record | BadRow]:
+def read_metadata(source: Source, files: list[Path]) -> Iterator[Record | BadRow]:
     """Read the metadata files of an image folder and of the folders in it.
 
     The split of a row is that of the file's folder or of the folders in the image's path, where they are named like one.
     """
     for path in files:
-        check_own_file(path, source.path, safety.allow_outside_root, source.title)
-    yield from _read_folder(source, safety, files, is_metadata=True)
+        check_own_file(path, source.path, source.paths.allow_outside_root, source.title)
+    yield from _read_folder(source, files, is_metadata=True)
 
 
-def _read_folder(
-    source: Source, safety: PathArguments, files: list[Path], is_metadata: bool = False
-) -> Iterator[Record | BadRow]:
+def _read_folder(source: Source, files: list[Path], is_metadata: bool = False) -> Iterator[Record | BadRow]:
     """Read tables of a folder, each with the paths relative to itself; count what they do not name, and all other files."""
     named = set(map(os.path.abspath, files))
     root = os.path.abspath(source.path)
@@ -82,7 +80,7 @@ def _read_folder(
     for path in files:
         name = os.path.relpath(path, source.path)
         split = split_of_path(name, by_words=not is_metadata)
-        builder = RecordBuilder(source, safety, path.parent, source.path)
+        builder = RecordBuilder(source, path.parent, source.path)
         for row in builder.records(
             *_table(path, source),
             "" if is_metadata and len(files) == 1 else name,
@@ -133,10 +131,10 @@ def _table(path: Path, source: Source, kind: str = "") -> Table:
     return _parquet_table(path, source) if kind == ".parquet" else table_of(text_rows(path, kind), source, path)
 
 
-def read_datasets(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_datasets(source: Source) -> Iterator[Record | BadRow]:
     """Read all splits of a data set on the Hub or on disk."""
-    builder = RecordBuilder(source, safety, "" if os.path.isdir(source.path) else ".", also=folders_of(source.path))
-    splits = load_splits(source.path, source.title, safety.allow_outside_root, source.config)
+    builder = RecordBuilder(source, "" if os.path.isdir(source.path) else ".", also=folders_of(source.path))
+    splits = load_splits(source.path, source.title, source.paths.allow_outside_root, source.config)
     if source.split is None and not any(str(name).lower() in SPLIT_NAMES for name in splits):
         raise ValueError(f"{source.title}; its splits are {', '.join(splits)}. Name them train, validation and test.")
     for given, dataset in splits.items():
@@ -296,9 +294,9 @@ def read_columns(columns: Columns, names: list[str], with_image: bool) -> list[s
     return [name for name in names if (with_image if name == columns.image else name in wanted or is_split(name))]
 
 
-def read_sqlite(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_sqlite(source: Source) -> Iterator[Record | BadRow]:
     """Read the only table of a database, or the one that `config` names; its bytes stay in the records."""
-    builder = RecordBuilder(source, safety)
+    builder = RecordBuilder(source)
     path = os.path.abspath(source.path)
     try:
         with closing(sqlite3.connect(f"{Path(path).as_uri()}?mode=ro", uri=True)) as database:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from mm_utils.data.arguments import PathArguments
 from mm_utils.data.faults import Fault, storable
 from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import files_of_pattern, read_file
@@ -93,12 +92,12 @@ class Sample:
             raise Fault("bad_encoding", f"{self.key}.{extension}: byte {error.start + 1} is not UTF-8") from error
 
 
-def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | BadRow]:
+def read_webdataset(source: Source) -> Iterator[Record | BadRow]:
     """Read `source`'s shards, each by itself; an id is the shard's path in the folder, and the key."""
     is_folder = os.path.isdir(source.path)
     unread = Unread()
     if is_folder:
-        found = own_files(source.path, (".tar",), safety.allow_outside_root, source.title, unread)
+        found = own_files(source.path, (".tar",), source.paths.allow_outside_root, source.title, unread)
         paths = [os.path.join(source.path, name) for name in found]
     else:
         paths = files_of_pattern(source.path)
@@ -106,7 +105,7 @@ def read_webdataset(source: Source, safety: PathArguments) -> Iterator[Record | 
     if missing is not None or not paths:
         raise ValueError(f"{source.title}; there is no {missing or 'tar file'}. Check the path and the range.")
     medium = medium_of_samples(chain.from_iterable(map(read_shard, paths)), source)
-    builder = RecordBuilder(source, safety, ".")
+    builder = RecordBuilder(source, ".")
     parents = [os.path.dirname(os.path.abspath(path)) for path in paths]
     folder = source.path if is_folder else os.path.commonpath(parents)
     for path in paths:

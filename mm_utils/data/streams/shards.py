@@ -22,7 +22,6 @@ import pyarrow as pa
 from datasets import Features, Image, Value
 from datasets import Sequence as ListOf
 
-from mm_utils.data.arguments import PathArguments
 from mm_utils.data.batches.order import OF_ANOTHER_SPLIT, SHOWN_IN_VALIDATION
 from mm_utils.data.faults import Fault, is_hopeless
 from mm_utils.data.images import raw_size
@@ -211,7 +210,7 @@ def check_columns(url: str, source: Source) -> None:
 
 def rows_from(url: str, first: int, source: Source, held_out: Collection[str] = ()) -> Iterator[Row]:
     """Read the rows of a file from `first` on; `held_out` are ids and hashed bytes of images that are not trained on."""
-    builder = RecordBuilder(source, PathArguments(), ".")
+    builder = RecordBuilder(source, ".")
     with _opened(url) as shard:
         if isinstance(shard, tarfile.TarFile):
             columns = sample_columns(source, "image")

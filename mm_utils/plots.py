@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 Points = tuple[list[int], list[float]]
 
-INK, MUTED, LIGHT = "#1f2937", "#6b7280", "#e5e7eb"
+INK = "#1f2937"
+MUTED = "#6b7280"
+LIGHT = "#e5e7eb"
 COLORS = ("#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#0891b2")
 
 # What a run is judged by, and the lines of its large panel: by the two encoders, and what is better or stricter than that.
@@ -176,11 +178,14 @@ def _draw_lines(ax: Axes, series: dict[str, Points], labels: dict[str, str]) -> 
     """Draw a line for each name, of many values their running mean; return the last values, with their labels and colours."""
     ends = []
     for place, (name, (steps, values)) in enumerate(series.items()):
-        color, shown = COLORS[place % len(COLORS)], np.asarray(values)
+        color = COLORS[place % len(COLORS)]
+        shown = np.asarray(values)
         if (half := len(values) // 50) >= 2:
             ax.plot(steps, values, linewidth=0.7, alpha=0.25, color=color)
-            sums, at = np.cumsum([0.0, *values]), np.arange(len(values))
-            first, end = np.maximum(0, at - half), np.minimum(len(values), at + half + 1)
+            sums = np.cumsum([0.0, *values])
+            at = np.arange(len(values))
+            first = np.maximum(0, at - half)
+            end = np.minimum(len(values), at + half + 1)
             shown = (sums[end] - sums[first]) / (end - first)
         ax.plot(steps, shown, linewidth=1.8, color=color, marker="o" * (len(steps) < 30), markersize=3.5)
         ends.append((float(shown[-1]), f"{labels.get(name, '')} {_figure(shown[-1])}".strip(), color))
@@ -192,7 +197,8 @@ def _draw_lines(ax: Axes, series: dict[str, Points], labels: dict[str, str]) -> 
 def _label_ends(ax: Axes, ends: list[tuple[float, str, str]]) -> None:
     """Write labels right of the axes, at the height of their values but a line apart."""
     low, high = ax.get_ylim()
-    gap, least = (high - low) / 14, low
+    gap = (high - low) / 14
+    least = low
     for value, label, color in sorted(ends):
         height = max(value, least)
         least = height + gap

@@ -18,6 +18,8 @@ ROOMS = (
     "reliability",
     "reports",
     "retrieval_recall",
+    "run",
+    "training",
 )
 FOLDERS = [f"mm_utils/{room}" for room in ROOMS] + [f"tests/{room}" for room in ROOMS]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

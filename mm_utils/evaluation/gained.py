@@ -108,15 +108,13 @@ def chance(split: Embeddings, direction: str) -> list[float]:
     return found
 
 
-def recall_gained(
-    evaluator: RetrievalEvaluator, log: Path, medium: str, *, is_paired: bool, start_name: str | None
-) -> Gain:
+def recall_gained(evaluator: RetrievalEvaluator, log: Path, medium: str, *, is_paired: bool, start_name: str) -> Gain:
     """Return what training gained by mean recall.
 
     Args:
         evaluator: that of the validation split, whose last evaluation was of the saved model.
         log: the run's `metrics.jsonl`.
-        start_name: what the weights before the first step are called; None from scratch.
+        start_name: what the weights before the first step are called; "" from scratch.
         is_paired: whether the evaluator's first evaluation was before the first step: then the interval is one of the
             difference of each query.
     """
@@ -145,7 +143,7 @@ def recall_gained(
         difference = mean_gain((earlier[name], after[name], groups[name]) for name in ranks)[:2]
     learns_little = recall - half <= by_chance
     few = "Encoders from scratch need many pairs, pretrained ones few."
-    advice = few if start_name is None and learns_little else _MORE_PAIRS
+    advice = few if learns_little and not start_name else _MORE_PAIRS
     return Gain(
         figure=figure,
         metric="eval_mean_recall",
@@ -156,7 +154,7 @@ def recall_gained(
         starts=starts,
         saved_step=saved_step,
         difference=difference,
-        start_name=start_name or "",
+        start_name=start_name,
         advice=advice,
         note=note,
     )

@@ -29,9 +29,11 @@ from mm_utils.training.starts import ALPHAS, has_baseline, stacks_blocks
 
 logger = logging.getLogger(__name__)
 
-STEPS, EVALUATED = 6, 64  # steps of a stage that are taken, and images of validation that are evaluated
+STEPS = 6  # of a stage that are taken
+EVALUATED = 64  # images of validation
 _ROWS = {"train": "max_train_samples", "validation": "max_eval_samples"}
-SLOW_STEP, LOADER_SECONDS = 20.0, 4.0  # seconds of a step after which no other is taken, and of reading data alone
+SLOW_STEP = 20.0  # seconds, after which no other is taken
+LOADER_SECONDS = 4.0  # of reading data alone
 
 
 def dry_run(main: Callable[..., Any], name: str, argv: Sequence[str] | None, given: Parsed) -> dict[str, float]:
@@ -43,13 +45,15 @@ def dry_run(main: Callable[..., Any], name: str, argv: Sequence[str] | None, giv
         RunError: if the output folder cannot be used.
         ValueError: as the real run would raise it.
     """
-    args, settings = given[TrainingArguments], given.settings
+    args = given[TrainingArguments]
+    settings = given.settings
     folder = Path(args.output_dir or f"outputs/{name}")
     if problem := misplaced(folder, settings) or occupied(folder, args.resume_from_checkpoint):
         raise RunError(problem)
     find_checkpoint(args.resume_from_checkpoint, folder)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    scratch, largest = existing / f".dry-run-{folder.name}", args.batch_sizes.sizes[-1]
+    scratch = existing / f".dry-run-{folder.name}"
+    largest = args.batch_sizes.sizes[-1]
     has_stages = bool(settings.get("fusion_layers") and settings.get("head_share"))
     probe = _Probe(STEPS * (1 + has_stages))
     most = {"max_train_samples": max(256, 2 * largest), "max_eval_samples": EVALUATED}
@@ -77,7 +81,8 @@ def dry_run(main: Callable[..., Any], name: str, argv: Sequence[str] | None, giv
         main([*(sys.argv[1:] if argv is None else argv), *flags], (probe,))
         if not probe.is_main_process:
             return {}
-        elapsed, total = time.perf_counter() - began, probe.data.total_rows
+        elapsed = time.perf_counter() - began
+        total = probe.data.total_rows
         rows = {
             name: min(total[name], settings.get(flag) or sys.maxsize) for name, flag in _ROWS.items() if name in total
         }
@@ -108,7 +113,8 @@ class _Probe(TrainerCallback):
 
     def __init__(self, steps: int) -> None:
         self.steps = steps  # of all stages
-        self.is_main_process, self.seconds = False, {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
+        self.is_main_process = False
+        self.seconds = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
         self.measured = 0.0  # seconds, of all that is measured
         self.stages: list[list[float]] = []  # of each stage, the seconds of its steps
 
@@ -153,9 +159,12 @@ class _Probe(TrainerCallback):
         self.is_main_process = state.is_world_process_zero
         if state.global_step < self.steps and not control.should_training_stop:
             return
-        images, began, seconds = 0, time.perf_counter(), 0.0
+        images = 0
+        began = time.perf_counter()
+        seconds = 0.0
         for batch in self.data.train_batches(state.global_step, state.global_step + 100_000):
-            images, seconds = images + len(batch["image_ids"]), time.perf_counter() - began
+            images += len(batch["image_ids"])
+            seconds = time.perf_counter() - began
             if seconds > LOADER_SECONDS:
                 break
         self.measured += seconds
@@ -167,7 +176,8 @@ class _Probe(TrainerCallback):
         return sum(taken[1:] or taken) / len(taken[1:] or taken)
 
     def _lap(self, name: str) -> None:
-        before, self.last = self.last, time.perf_counter()
+        before = self.last
+        self.last = time.perf_counter()
         self.seconds[name] = self.last - before
         self.measured += self.seconds[name]
 
@@ -181,13 +191,17 @@ def _forecast(
     folder: Path,
 ) -> dict[str, float]:
     """Return what the whole run takes, with `rows` by split; the trial took `elapsed` seconds, and its run lies in `folder`."""
-    data, sizes = probe.data, args.batch_sizes
+    data = probe.data
+    sizes = args.batch_sizes
     is_model = has_baseline(given, data)
-    steps, largest = args.total_steps(rows["train"]), sizes.sizes[-1]
+    steps = args.total_steps(rows["train"])
+    largest = sizes.sizes[-1]
     ends = [round((1 - given["head_share"]) * steps), steps] if probe.has_stages else [steps]
-    training, begin = 0.0, 0
+    training = 0.0
+    begin = 0
     for stage, end in enumerate(ends):
-        trained, loaded = probe.step_seconds(stage), largest / probe.loaded
+        trained = probe.step_seconds(stage)
+        loaded = largest / probe.loaded
         seconds = max(trained, loaded) if data.loaders.arguments.num_workers else trained + loaded
         training += (sizes.before(end) - sizes.before(begin)) / largest * seconds
         begin = end
@@ -195,7 +209,8 @@ def _forecast(
     saved = max(2, steps // args.save_steps) if args.save_steps > 0 else 0  # the ends of two stages at least
     evaluations = (max(1, steps // args.eval_steps) if args.eval_steps > 0 else 1) + (is_model and not args.wise_ft)
     if args.keeps_best:  # each may be the best so far, and is measured once more if it is not the last
-        saved, evaluations = max(saved, evaluations), evaluations + (evaluations > 1)
+        saved = max(saved, evaluations)
+        evaluations += evaluations > 1
     evaluations += stacks_blocks(given)  # which measures the model as it is
     evaluations += len(ALPHAS) * args.wise_ft
     # An old one goes after a new one is complete, and the best of a stage stays.

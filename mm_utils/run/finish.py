@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,8 @@ from mm_utils.training.stages import Stage
 logger = logging.getLogger(__name__)
 
 SOURCES = ("dataset_name", "train_file")
-_QUERIES, _HITS = 6, 5  # of the picture of examples
+_QUERIES = 6  # of the picture of examples
+_HITS = 5
 _WORDS = 12  # of a caption that stands for a text to search for
 
 
@@ -78,14 +78,19 @@ class Trained:
     @property
     def name(self) -> str:
         """What a card names: the repository on the Hub, or the folder, without those of this machine that it lies in."""
-        folder, here = self.run.output_dir.resolve(), Path.cwd()
+        folder = self.run.output_dir.resolve()
+        here = Path.cwd()
         return self.repository or str(folder.relative_to(here) if folder.is_relative_to(here) else folder.name)
 
 
 def retrieval_card(trained: Trained, split: Embeddings, gain: Gain, argv: Sequence[str] | None) -> CardInfo:
     """Return the card of a pre-trained model; `split` are the embeddings of the last evaluation."""
-    run, model, data, medium = trained.run, trained.model, trained.data, trained.data.medium
-    shown, stock = _with_head(trained.metrics, model), run.output_dir / "dual_encoder"
+    run = trained.run
+    model = trained.model
+    data = trained.data
+    medium = trained.data.medium
+    shown = _with_head(trained.metrics, model)
+    stock = run.output_dir / "dual_encoder"
     has_fusion = model.fusion is not None and bool(stored_weights(model))
     counted, queries = independent_queries(split, medium)
     seen = next(name for name in ("train", "validation") if name in data.splits)
@@ -104,7 +109,8 @@ def retrieval_card(trained: Trained, split: Embeddings, gain: Gain, argv: Sequen
     about = f"{describe_towers(trained, model)}, trained with {losses}{head}: {describe_sizes(trained, model)}."
     dual_encoder = AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else ""
     return run_card(
-        *(trained, argv),
+        trained,
+        argv,
         about=f"{about} It finds {medium}s for a text and texts for {an(medium)}.",
         usage=search_code(trained.name, medium, has_fusion, dual_encoder),
         medium=medium,
@@ -128,7 +134,8 @@ def _bases(trained: Trained) -> list[str | None]:
 def describe_towers(trained: Trained, model: Any) -> str:
     """Return what the encoders are, what they started from and whether a stage trained them, as the beginning of a sentence."""
     learnt = [name for stage in trained.stages for name in stage.trains]
-    names, frozen = [], []
+    names = []
+    frozen = []
     for (tower, backbone), base in zip(model.towers.items(), _bases(trained), strict=False):
         start = f"the local folder {Path(base).absolute().name}" if base and Path(base).exists() else base
         if base and (licence := licence_of(base)):
@@ -142,7 +149,9 @@ def describe_towers(trained: Trained, model: Any) -> str:
 def describe_sizes(trained: Trained, model: Any) -> str:
     """Return how many parameters a model has, and how many of them each stage trained."""
     every = sum(weight.numel() for weight in model.parameters())
-    sizes = [sum(size for name, size in stage.trains.items() if name.startswith("model.")) for stage in trained.stages]
+    sizes = []
+    for stage in trained.stages:
+        sizes.append(sum(size for name, size in stage.trains.items() if name.startswith("model.")))
     said = f"{millions(every)} parameters in all"
     if len(sizes) > 1:
         return (
@@ -176,7 +185,9 @@ def chosen_on_validation(trained: Trained, model: FusionDualEncoderModel | None 
 
 def run_card(trained: Trained, argv: Sequence[str] | None, **values: Any) -> CardInfo:
     """Return a card with what the cards of all runs have, and `values`."""
-    run, accelerator, defaults = trained.run, trained.run.accelerator, trained.given.defaults
+    run = trained.run
+    accelerator = trained.run.accelerator
+    defaults = trained.given.defaults
     trained_on = run.settings.get("dataset_name")
     return CardInfo(
         name=run.output_dir.resolve().name,
@@ -205,16 +216,17 @@ def finish_run(
     `argv` are the arguments that `main` was called with, None for those of the command line.
     """
     rows = trained.data.splits["validation"]
-    whole, *towers = (trained.run.settings.get(f"{name}model_name_or_path") for name in ("", "vision_", "text_"))
-    work = partial(
-        recall_gained,
-        *(evaluator, trained.run.output_dir / METRICS_FILE, trained.data.medium),
-        is_paired=not resumed,
-        start_name=BEFORE if whole else CLOSED_FORM if all(towers) else None,
+    bases = _bases(trained)
+    start_name = CLOSED_FORM if all(bases) else ""
+    if trained.run.settings["model_name_or_path"]:
+        start_name = BEFORE
+    log = trained.run.output_dir / METRICS_FILE
+    gain = distributed.on_first(
+        lambda: recall_gained(evaluator, log, trained.data.medium, is_paired=not resumed, start_name=start_name)
     )
-    gain = distributed.on_first(work)
     finish(
-        *(trained, gain),
+        trained,
+        gain,
         lambda folder: draw_examples(
             rows, evaluator, trained.model.logit_scale.exp().item(), folder / "retrieval.png"
         ),
@@ -231,7 +243,8 @@ def finish(
     summary: Callable[[], list[str]],
 ) -> None:
     """Draw `training.png`, let `write` write into the folder, write the card, log a summary."""
-    run, folder = trained.run, trained.run.output_dir
+    run = trained.run
+    folder = trained.run.output_dir
 
     def write_all() -> None:
         plot_training(folder / METRICS_FILE, folder / "training.png", gain=gain)
@@ -250,13 +263,18 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, logit_s
 
     Scores are cosines, with what the head adds divided by the logit scale, as those of a search are.
     """
-    split, ranks = evaluator.split, evaluator.directions["text_to_image"]
-    (texts, images), examples = split.directions["text_to_image"], []
-    count, kind = len(split.text_TE), kind_of(rows.features)
+    split = evaluator.split
+    ranks = evaluator.directions["text_to_image"]
+    texts, images = split.directions["text_to_image"]
+    examples = []
+    count = len(split.text_TE)
+    kind = kind_of(rows.features)
     for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
-        own, towers = split.caption_key_T[query], int(ranks.cosine_Q[query])
+        own = split.caption_key_T[query]
+        towers = int(ranks.cosine_Q[query])
         if ranks.reranked_Q is not None and ranks.reranked_items is not None and ranks.reranked_scores is not None:
-            found, scores = ranks.reranked_items[query, :_HITS], ranks.reranked_scores[query, :_HITS] / logit_scale
+            found = ranks.reranked_items[query, :_HITS]
+            scores = ranks.reranked_scores[query, :_HITS] / logit_scale
             note = f"right {kind}: place {int(ranks.reranked_Q[query]):,}\nby the encoders alone: {towers:,}"
         else:
             scores, found = (split.text_TE[query] @ split.image_ME.T).topk(min(_HITS, len(split.image_ME)))
@@ -294,7 +312,8 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
 
 
 def _retrieval_summary(trained: Trained, evaluator: RetrievalEvaluator, gain: Gain) -> list[str]:
-    model, held_out = trained.model, "the validation split, which were not trained on"
+    model = trained.model
+    held_out = "the validation split, which were not trained on"
     metrics = _with_head(trained.metrics, model)
     return [
         *recall_lines(metrics, evaluator.split, trained.data.medium, held_out, gain),
@@ -316,7 +335,9 @@ def closing_lines(trained: Trained, commands: Sequence[str], model: FusionDualEn
 
 def next_commands(trained: Trained) -> list[str]:
     """Return what measures, fine-tunes, embeds and searches; nothing after a stream, which training alone reads."""
-    data, folder, settings = trained.data, trained.run.output_dir, trained.run.settings
+    data = trained.data
+    folder = trained.run.output_dir
+    settings = trained.run.settings
     if settings.get("streaming"):
         return []
     commands = [evaluation_command(folder, settings, "test")] if "test" in data.splits else []

@@ -20,7 +20,9 @@ def check_flags(given: Parsed) -> None:
     Raises:
         ValueError: if one of them would have no effect, or two contradict each other.
     """
-    whole, vision, text = (given[f"{name}model_name_or_path"] for name in ("", "vision_", "text_"))
+    whole = given["model_name_or_path"]
+    vision = given["vision_model_name_or_path"]
+    text = given["text_model_name_or_path"]
     if whole is not None:
         fusion_layers = getattr(check_model(whole), "fusion_layers", None)
         if given["objectives"] is not None and not (vision or text) and fusion_layers == 0:
@@ -45,7 +47,9 @@ def check_flags(given: Parsed) -> None:
 
 def _check_pairs(given: Parsed) -> None:
     """Check what only pre-training has."""
-    args, name, file = given[ObjectiveArguments], given["dataset_name"], given["train_file"]
+    args = given[ObjectiveArguments]
+    name = given["dataset_name"]
+    file = given["train_file"]
     if not any(term_class(term).pairs_per_image for term in args.weights):
         given.refuse("head_share", "no term of --objectives is for the fusion head")
     if not (name or file):
@@ -92,7 +96,8 @@ def _check_reports(given: Parsed) -> None:
 
 def _check_place(config: Path, output_dir: str | None) -> None:
     """Refuse to resume a run that was moved or copied in its old place, which its own `config.yaml` still names."""
-    entry, place = read_flat_yaml(str(config)).get("output_dir"), config.resolve().parent
+    entry = read_flat_yaml(str(config)).get("output_dir")
+    place = config.resolve().parent
     moved = entry is not None and entry.value == output_dir and Path(str(output_dir)).resolve() != place
     if moved and checkpoint_folders(place):
         raise ValueError(

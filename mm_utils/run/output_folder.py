@@ -55,7 +55,8 @@ def claim_folder(
         if folder is None and args.resume_from_checkpoint == "latest":
             raise RunError("--resume_from_checkpoint is latest; of which run, --output_dir says. Give it.")
         folder = folder or _new_folder(name)
-        before, resume_from = earlier_starts(folder, launch), args.resume_from_checkpoint
+        before = earlier_starts(folder, launch)
+        resume_from = args.resume_from_checkpoint
         has_trained = any("resumed_from" in start for start in before) and bool(checkpoint_folders(folder))
         if before and (resume_from is None or has_trained):
             resume_from = "latest"  # of what this restarted run has saved
@@ -84,7 +85,8 @@ def save_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return why a folder cannot be the output folder: a disk's root, a home, the data; else None."""
-    place, reason = folder.resolve(), None
+    place = folder.resolve()
+    reason = None
     if place in (Path(place.anchor), Path(os.path.expanduser("~")).resolve()):
         reason = "it is your home folder, or the root of a disk"
     for name in _DATA:
@@ -106,7 +108,8 @@ def occupied(folder: Path, resume_from: str | None, is_restart: bool = False) ->
     A run is gone on with by its launcher, from a checkpoint in its folder, or from step 0 if it has neither saved nor finished.
     """
     paths = list(folder.iterdir()) if folder.is_dir() else []
-    names, has_checkpoints = {path.name for path in paths}, bool(checkpoint_folders(folder))
+    names = {path.name for path in paths}
+    has_checkpoints = bool(checkpoint_folders(folder))
     is_finished = "model.safetensors" in names
     was_pushed = LAST_CHECKPOINT in names
     goes_on = is_restart
@@ -121,12 +124,10 @@ def occupied(folder: Path, resume_from: str | None, is_restart: bool = False) ->
         remedy = f"Continue it with --resume_from_checkpoint {folder / LAST_CHECKPOINT} and another --output_dir"
     if not goes_on and (has_checkpoints or is_finished or was_pushed or METRICS_FILE in names):
         return f"--output_dir is {folder}; it already holds a run. {remedy}."
-    others = sorted(
-        path.name for path in paths if kind_of_value(path) is not None or any(path.match(pattern) for pattern in _OWN)
-    )
+    others = [path.name for path in paths if kind_of_value(path) is not None or any(map(path.match, _OWN))]
     if others and not (has_checkpoints or METRICS_FILE in names or earlier_starts(folder)):
         return (
-            f"--output_dir is {folder}; it holds {others[0]}, which no run of this project wrote, and the run's files "
+            f"--output_dir is {folder}; it holds {min(others)}, which no run of this project wrote, and the run's files "
             "would replace it or lie beside it. Give a folder of its own, e.g. outputs/mine."
         )
     return None
@@ -143,7 +144,8 @@ def lock_folder(folder: Path, seconds: float = _LOCK_SECONDS) -> str | None:
     if place in _held and path.exists():
         return None  # closing a second handle would release the first one's lock
     unlock()
-    file, late = open(path, "a+", encoding="utf-8"), time.monotonic() + seconds  # noqa: SIM115  (open while it is held)
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (open while it is held)
+    late = time.monotonic() + seconds
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

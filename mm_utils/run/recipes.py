@@ -160,7 +160,9 @@ def parse_with_recipe(*kinds: Any, argv: Sequence[str] | None, doc: str | None) 
 
 def _choose(given: Parsed, medium: str, captions: list[str]) -> tuple[str | None, str]:
     """Return the name of the recipe, None without one, and the reason."""
-    whole, vision, text = (given[name] for name in MODELS)
+    whole = given["model_name_or_path"]
+    vision = given["vision_model_name_or_path"]
+    text = given["text_model_name_or_path"]
     are_frozen = given["freeze_vision"] and given["freeze_text"]
     if vision or text:
         other = [f"--{name}" for name in ("freeze_vision", "freeze_text", "lora_rank") if given.is_given(name)]

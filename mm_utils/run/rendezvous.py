@@ -35,7 +35,9 @@ def rendezvous(store: dist.Store, rank: int, world_size: int, timeout: float) ->
     Raises:
         TimeoutError: if not all ranks call this within `timeout` seconds.
     """
-    store, own, deadline = dist.PrefixStore("rendezvous", store), uuid.uuid4().hex, time.monotonic() + timeout
+    store = dist.PrefixStore("rendezvous", store)
+    own = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout
     missing = list(range(1, world_size)) if rank == 0 else [0]
     if rank:
         store.set(f"newest/{rank}", own)

@@ -45,8 +45,8 @@ def _launcher_name() -> str | None:
     """Return the launcher's name, or `<host>:<folder>` of torchelastic's logs, new each launch."""
     if os.environ.get(LAUNCHER_VARIABLE):
         return os.environ[LAUNCHER_VARIABLE]
-    run_id, error_file = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "ERROR_FILE"))
-    folders = Path(error_file).parents  # <folder>/attempt_N/<local rank>/error.json
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents  # <folder>/attempt_N/<local rank>/error.json
     name = str(folders[2]) if len(folders) > 3 else run_id if run_id != "none" else ""
     return f"{platform.node()}:{name}" if run_id and name else None
 
@@ -81,7 +81,8 @@ class RestartRecord(TrainerCallback):
     """
 
     def __init__(self, save_config: Callable[[], None] = lambda: None):
-        self.save_config, self._is_recorded = save_config, False
+        self.save_config = save_config
+        self._is_recorded = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the step of the first stage that this start trains."""

@@ -183,7 +183,8 @@ def explained(error: Exception) -> str:
         if "\nOriginal Traceback" in text:  # torch's message on an error of a data worker
             text = text.rpartition(f"\n{type(error).__name__}: ")[2]
         return "" if passes_own_code(error) else text
-    number, place = errno_of(error), getattr(error, "filename", None)
+    number = errno_of(error)
+    place = getattr(error, "filename", None)
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     if number in _FULL and not place and any("multiprocessing" in file for file in files):
         return f"/dev/shm: {os.strerror(number)}. {_SHARED}"

@@ -63,7 +63,8 @@ def start_run(name: str, given: Parsed) -> Run:
         RunError: if the processes do not see each other, or the output folder cannot be used.
         ValueError: if the processes have different arguments or code, or the device does not compute in the precision.
     """
-    args, settings = given[TrainingArguments], given.settings
+    args = given[TrainingArguments]
+    settings = given.settings
     fits_batch = args.batch_size_schedule is None and "global_batch_size" not in given.named
     accelerator = make_accelerator()
     check_vision_device(args.vision_device)
@@ -72,7 +73,8 @@ def start_run(name: str, given: Parsed) -> Run:
     distributed.check_equal_on_all_ranks(
         {**common, **versions}, "Start all machines with one command, in equal environments."
     )
-    launch, description = launcher_names(), describe_start(accelerator)
+    launch = launcher_names()
+    description = describe_start(accelerator)
 
     def begin() -> tuple[Path, str | None]:
         folder, resume_from = claim_folder(name, args, settings, launch)

@@ -31,7 +31,9 @@ class CallbackRunner:
         context: Callable[[], tuple[Any, TrainerState, dict[str, Any]]],
         device: torch.device,
     ):
-        self.callbacks, self._context, self._device = list(callbacks), context, device
+        self.callbacks = list(callbacks)
+        self._context = context
+        self._device = device
         self.control = TrainerControl()
 
     def call(self, event: str, **values: Any) -> None:
@@ -77,7 +79,8 @@ class ProgressBar(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start at the step where the run starts or resumes."""
-        steps, others = (state.global_step, state.max_steps), not state.is_world_process_zero
+        steps = (state.global_step, state.max_steps)
+        others = not state.is_world_process_zero
         seconds = 0.1 if sys.stderr.isatty() else 30.0  # between lines of a log
         self.bar = tqdm(
             initial=steps[0],
@@ -156,4 +159,6 @@ class Throughput(TrainerCallback):
         self._restart(None)
 
     def _restart(self, start: float | None) -> None:
-        self.start, self.wait, self.pairs = start, 0.0, 0
+        self.start = start
+        self.wait = 0.0
+        self.pairs = 0

@@ -31,7 +31,8 @@ class SeenClasses(nn.Module):
 
     def __init__(self, names: list[str], classifier: Any, tower: PreTrainedModel, pool: Pool):
         super().__init__()
-        self.names, self.classify = names, classifier.forward
+        self.names = names
+        self.classify = classifier.forward
         setattr(classifier, classifier.base_model_prefix, self)
         self.handle = tower.register_forward_hook(lambda _, __, output: setattr(self, "output", output))
         with torch.no_grad():

@@ -49,7 +49,8 @@ class Features:
 
     def take(self, chosen_M: Tensor) -> "Features":
         """Return the images where `chosen_M`, with their captions."""
-        place_M, chosen_T = chosen_M.cumsum(0) - 1, chosen_M[self.owner_T]
+        place_M = chosen_M.cumsum(0) - 1
+        chosen_T = chosen_M[self.owner_T]
         names = None if self.names_MB is None else self.names_MB[chosen_M]
         return Features(self.image_MA[chosen_M], self.text_TB[chosen_T], place_M[self.owner_T[chosen_T]], names)
 
@@ -65,7 +66,8 @@ def _moments(image_MA: Tensor, text_TB: Tensor, owner_T: Tensor) -> list[Tensor]
     """Return sums in which every image weighs 1, shared by its captions: `[]`, `[A]`, `[B]`, `[A, A]`, `[B, B]`, `[A, B]`."""
     weight_T1 = 1 / owner_T.bincount()[owner_T, None].to(text_TB)
     image_TA = image_MA[owner_T]
-    weighed_TA, weighed_TB = weight_T1 * image_TA, weight_T1 * text_TB
+    weighed_TA = weight_T1 * image_TA
+    weighed_TB = weight_T1 * text_TB
     firsts = [weight_T1.sum(), weighed_TA.sum(0), weighed_TB.sum(0)]
     return [*firsts, weighed_TA.T @ image_TA, weighed_TB.T @ text_TB, weighed_TA.T @ text_TB]
 
@@ -75,7 +77,8 @@ class Maps:
 
     def __init__(self, moments: list[Tensor]):
         weight, image_A, text_B, image_AA, text_BB, image_AB = moments[:6]
-        self.image, self.text = _principal_axes(image_A, image_AA / weight), _principal_axes(text_B, text_BB / weight)
+        self.image = _principal_axes(image_A, image_AA / weight)
+        self.text = _principal_axes(text_B, text_BB / weight)
         crosses = [image_AB / weight]  # covariances with captions and, centred, with names
         if moments[6:]:
             weight, image_A, text_B, _, _, image_AB = moments[6:]
@@ -87,8 +90,10 @@ class Maps:
 
         Directions beyond the rank of the data are zero.
         """
-        (image_A, image_AA), (text_B, text_BB) = self.image, self.text
-        whiten_A, whiten_B = (_whitening(values, shrinkage) for values in (image_A, text_B))
+        image_A, image_AA = self.image
+        text_B, text_BB = self.text
+        whiten_A = _whitening(image_A, shrinkage)
+        whiten_B = _whitening(text_B, shrinkage)
         cross_AB = sum(weight * cross for weight, cross in zip((1, name_weight), self.crosses, strict=False))
         left_AE, correlation_E, right_BE = _singular_vectors(whiten_A[:, None] * cross_AB * whiten_B, width)
         # The sign of a direction is arbitrary: the largest entry of the text's is positive.
@@ -115,6 +120,13 @@ class ClosedForm:
     text_mean_B: Tensor
     pair_weight: float = 1.0  # beside what a model knew; 0: its maps are the best
 
+    @property
+    def judged(self) -> str:
+        """What the maps find among pairs that they were not fitted to, in words."""
+        text, image = self.recalls
+        what = f"recall@1 of pairs left out of the fit {text:.3f} text to image and {image:.3f} image to text"
+        return f"{what}, among {self.candidates}"
+
 
 def stack(known: MapPair | None, fitted: MapPair, weight: float, features: Features) -> MapPair:
     """Return maps `[A, K + E]` and `[B, K + E]` whose cosine is about 1 - weight times the known one plus weight times the fitted.
@@ -126,12 +138,11 @@ def stack(known: MapPair | None, fitted: MapPair, weight: float, features: Featu
         return fitted
     if weight == 0:
         return known
-    rows = (features.image_MA, features.text_TB)
-    image, text = (
-        torch.cat([math.sqrt(1 - weight) * _level(old, each), math.sqrt(weight) * _level(new, each)], 1)
-        for old, new, each in zip(known, fitted, rows, strict=True)
-    )
-    return image, text
+
+    def blocks(old: Tensor, new: Tensor, rows: Tensor) -> Tensor:
+        return torch.cat([math.sqrt(1 - weight) * _level(old, rows), math.sqrt(weight) * _level(new, rows)], 1)
+
+    return blocks(known[0], fitted[0], features.image_MA), blocks(known[1], fitted[1], features.text_TB)
 
 
 def _level(map_CE: Tensor, rows_NC: Tensor) -> Tensor:
@@ -167,19 +178,25 @@ def fit(features: Features, width: int, known: MapPair | None = None) -> ClosedF
             "read."
         )
     fold_M = torch.arange(images) % FOLDS
-    held_out, total = [features.take(fold_M == fold) for fold in range(FOLDS)], features.moments()
-    others = [Maps([whole - part for whole, part in zip(total, fold.moments(), strict=True)]) for fold in held_out]
+    held_out = [features.take(fold_M == fold) for fold in range(FOLDS)]
+    total = features.moments()
+    others = []
+    for fold in held_out:
+        others.append(Maps([whole - part for whole, part in zip(total, fold.moments(), strict=True)]))
     known = None if known is None else (known[0].cpu().double(), known[1].cpu().double())
 
     def judge(shrinkage: float, name_weight: float, pair_weight: float = 1.0) -> tuple[float, float, float, float]:
         """Return the lowest loss, the scale that has it, and both recalls."""
-        found = []
+        losses = []
+        recalls = []
         for part, rest in zip(held_out, others, strict=True):
             maps = stack(known, rest.of(shrinkage, name_weight, width), pair_weight, features)
-            found.append(_judge(part, *maps))
-        losses, recalls = (torch.stack(column) for column in zip(*found, strict=True))
-        best = int(losses.mean(0).argmin())
-        return losses[:, best].mean().item(), SCALES[best], *recalls.mean(0).tolist()
+            loss, recall = _judge(part, *maps)
+            losses.append(loss)
+            recalls.append(recall)
+        loss = torch.stack(losses)
+        best = int(loss.mean(0).argmin())
+        return loss[:, best].mean().item(), SCALES[best], *torch.stack(recalls).mean(0).tolist()
 
     # One after the other: the shrinkage depends little on the names. The loss has one minimum, so beyond it none is tried.
     judged = dict[tuple[float, float], tuple[float, float, float, float]]()
@@ -191,7 +208,8 @@ def fit(features: Features, width: int, known: MapPair | None = None) -> ClosedF
     if features.names_MB is not None:
         judged |= {(shrinkage, weight): judge(shrinkage, weight) for weight in NAME_WEIGHTS[1:]}
     shrinkage, name_weight = min(judged, key=judged.__getitem__)
-    best, pair_weight = judged[shrinkage, name_weight], 1.0
+    best = judged[shrinkage, name_weight]
+    pair_weight = 1.0
     if known is not None:
         tried = {(shrinkage, weight): judge(shrinkage, name_weight, weight) for weight in PAIR_WEIGHTS}
         _, pair_weight = min(tried, key=tried.__getitem__)
@@ -200,8 +218,10 @@ def fit(features: Features, width: int, known: MapPair | None = None) -> ClosedF
         shrinkage, pair_weight = min(tried, key=tried.__getitem__)
         best = tried[shrinkage, pair_weight]
     _, scale, *recalls = best
-    fitted, means = Maps(total).of(shrinkage, name_weight, width), (total[1] / total[0], total[2] / total[0])
-    maps, shown = stack(known, fitted, pair_weight, features), (recalls[0], recalls[1])
+    fitted = Maps(total).of(shrinkage, name_weight, width)
+    means = (total[1] / total[0], total[2] / total[0])
+    maps = stack(known, fitted, pair_weight, features)
+    shown = (recalls[0], recalls[1])
     return ClosedForm(*maps, scale, shrinkage, name_weight, shown, images // FOLDS, *means, pair_weight)
 
 
@@ -242,7 +262,8 @@ def _singular_vectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor, Tenso
         right, values, left = _singular_vectors(matrix.T, count)
         return left, values, right
     squares, right = torch.linalg.eigh(matrix.T @ matrix)
-    values, right = squares.clamp(min=0).sqrt().flip(0)[:count], right.flip(1)[:, :count]
+    values = squares.clamp(min=0).sqrt().flip(0)[:count]
+    right = right.flip(1)[:, :count]
     values = torch.where(values > 1e-7 * values[0], values, 0)
     left = (matrix @ right) / torch.where(values > 0, values, torch.inf)
     return left, values, right

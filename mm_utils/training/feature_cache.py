@@ -11,7 +11,7 @@ Two runs that begin at once both compute it, as none may keep its ranks waiting 
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import datasets
 import pyarrow as pa
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from datasets.arrow_writer import ArrowWriter
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -58,7 +59,8 @@ def cache_features(
     Raises:
         ValueError: if no tower is frozen, if a tower's output is not finite, or if processes share no cache.
     """
-    model, config = objective.model, objective.model.config
+    model = objective.model
+    config = objective.model.config
     towers = [name for name, tower in model.towers.items() if not is_trained(tower)]
     if not towers:
         flags = " or ".join(f"--freeze_{name}" for name in model.towers)
@@ -66,7 +68,8 @@ def cache_features(
             "--cache_features is set, and no tower is frozen; only the output of a frozen tower can be kept. Set "
             f"{flags}, or drop --cache_features."
         )
-    splits, features = ["train"], dict(data.features)
+    splits = ["train"]
+    features = dict(data.features)
     if (
         evaluators
         and "validation" in data.splits
@@ -76,7 +79,8 @@ def cache_features(
     with data.timed_pass():
         for split in splits:
             found = rows = data.splits[split]
-            batches, trains = evaluation_batches(len(rows), data.eval_batch_size), split == "train"
+            batches = evaluation_batches(len(rows), data.eval_batch_size)
+            trains = split == "train"
             store = partial(stored_features, model=model, batches=batches, accelerator=accelerator, root=root)
             if "vision" in towers:
                 with_taps = objective.reads_taps or (not trains and objective.reranks and bool(model.voices))
@@ -110,6 +114,20 @@ def cache_features(
             place_of("features", ""),
         )
     return replace(data, features=features)
+
+
+@contextmanager
+def evaluating(model: Any, part: nn.Module, device: torch.device) -> Iterator[None]:
+    """Keep a model in evaluation mode within, and a part of it on the device."""
+    was_training = model.training
+    home = next(part.parameters()).device
+    model.eval()
+    part.to(device)
+    try:
+        yield
+    finally:
+        part.to(home)
+        model.train(was_training)
 
 
 def stored_features(
@@ -150,18 +168,22 @@ def stored_features(
                 f"one writes, and {flag} shares the work. Set it to a folder that all machines see."
             )
         if temporary is not None:
-            was_training, home = model.training, next(tower.parameters()).device
-            model.eval()
-            tower.to(accelerator.device)
             shard = str(temporary / f"{distributed.rank():05d}.arrow")
-            title, others = f"Caching {name} features", not accelerator.is_main_process
-            writer, is_finite = None, True
-            for features, more in tqdm(blocks, total=len(batches), desc=title, leave=False, disable=others, delay=2):
-                is_finite = is_finite and all(bool(values.isfinite().all()) for values, *_ in features.values())
-                columns = {column: to_arrow(values.float(), *counts) for column, (values, *counts) in features.items()}
-                table = pa.table({**columns, **more})
-                writer = writer or ArrowWriter(path=shard, schema=table.schema)
-                writer.write_table(table)
+            title = f"Caching {name} features"
+            others = not accelerator.is_main_process
+            writer = None
+            is_finite = True
+            with evaluating(model, tower, accelerator.device):
+                for features, more in tqdm(
+                    blocks, total=len(batches), desc=title, leave=False, disable=others, delay=2
+                ):
+                    is_finite = is_finite and all(bool(values.isfinite().all()) for values, *_ in features.values())
+                    columns = {
+                        column: to_arrow(values.float(), *counts) for column, (values, *counts) in features.items()
+                    }
+                    table = pa.table({**columns, **more})
+                    writer = writer or ArrowWriter(path=shard, schema=table.schema)
+                    writer.write_table(table)
             if writer is not None:
                 writer.finalize()
             if distributed.any_rank(not is_finite, accelerator.device):
@@ -169,8 +191,6 @@ def stored_features(
                     f"{flag} is set, and the frozen {name} tower computes values that are not finite. Train in bf16 or fp32, "
                     f"take another tower, or drop {flag}."
                 )
-            tower.to(home)
-            model.train(was_training)
         distributed.on_first(writing.close)
     return open_rows(folder)
 
@@ -214,10 +234,12 @@ def _text_features(
     accelerator: Accelerator,
 ) -> Iterator[Block]:
     """Run the text tower on all captions of every image, in groups of about one length: else half of the tokens are padding."""
-    tokens, device = rows.select_columns(["input_ids"]), accelerator.device
+    tokens = rows.select_columns(["input_ids"])
+    device = accelerator.device
     for draws in batches:
         of_rows = tokens[[row for row, _ in draws]]["input_ids"] if draws else []
-        captions, counts = [ids for row in of_rows for ids in row], [len(row) for row in of_rows]
+        captions = [ids for row in of_rows for ids in row]
+        counts = [len(row) for row in of_rows]
         pooled = torch.zeros(len(captions), model.config.text_width)
         none = torch.zeros(0, len(model.config.fusion_text_taps) * model.config.text_width)
         states = [none] * len(captions)
@@ -226,9 +248,8 @@ def _text_features(
         for group in length_groups(lengths, device.type) if captions else ():
             places = order[group.start : group.stop]
             padded = pad_captions([captions[place] for place in places], data.loaders.pad_token_id)
-            input_ids, mask = (part.to(device) for part in padded)
             with accelerator.autocast():
-                pooled_tC, states_tLC = model.text_features(input_ids, mask, with_taps=with_states)
+                pooled_tC, states_tLC = model.text_features(*send_to_device(padded, device), with_taps=with_states)
             pooled[places] = pooled_tC.float().cpu()
             for place, state_LC in zip(places, states_tLC if with_states else (), strict=False):
                 states[place] = state_LC[: len(captions[place])].float().cpu()

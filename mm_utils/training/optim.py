@@ -44,7 +44,8 @@ def scratch_rate(config: PreTrainedConfig) -> float:
     AdamW's first steps move every weight by about the whole rate. At 1e-3, twelve layers of width 384 then embed all images
     alike within ten steps, and the gradient that is left is too small to part them again (docs/training.md#learning-rates).
     """
-    width, layers = getattr(config, "hidden_size", None), getattr(config, "num_hidden_layers", None)
+    width = getattr(config, "hidden_size", None)
+    layers = getattr(config, "num_hidden_layers", None)
     if not width or not layers:  # a network of convolutions
         return NEW_RATE
     return NEW_RATE * min(1.0, 192 / width * 2 / layers)
@@ -102,9 +103,9 @@ def build_optimizer(
         groups.setdefault((backbone, rates[name], decays), {"params": [], **group})["params"].append(parameter)
     if not groups:
         raise ValueError("no parameter is left to train; drop --freeze_vision or --freeze_text")
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    every, trained = (f"{sum(size for size, is_trained in sizes if is_trained >= only):,}" for only in (0, 1))
-    logger.info("%s parameters, %s of them trained", every, trained)
+    every = sum(weight.numel() for weight in model.parameters())
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    logger.info("%s parameters, %s of them trained", f"{every:,}", f"{trained:,}")
     kind, settings = OPTIMIZERS[args.optim]
     if settings.get("fused") and device.type != "cuda":
         settings = {**settings, "fused": False}

@@ -54,7 +54,8 @@ def place_encoders(args: TrainingArguments, accelerator: Accelerator, objective:
     """Move the image encoder to `--vision_device`; its inputs are sent there, and its outputs back."""
     if args.vision_device is None:
         return
-    device, home = torch.device(args.vision_device), accelerator.device
+    device = torch.device(args.vision_device)
+    home = accelerator.device
     tower = objective.model.vision_model.to(device)
     if not tower._forward_hooks:  # the second stage of a run finds them
         tower.register_forward_pre_hook(lambda _, args, named: send_to_device((args, named), device), with_kwargs=True)
@@ -88,7 +89,8 @@ def configure_fsdp(accelerator: Accelerator, objective: Objective, global_batch_
             "accelerate_configs/fsdp2.yaml."
         )
     plugin.mixed_precision_policy = None
-    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, blocks(objective)
+    plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    plugin.transformer_cls_names_to_wrap = blocks(objective)
     objective.groups_texts = False  # ranks with different numbers of groups would wait for each other
     make_shardable(objective)
 
@@ -121,10 +123,13 @@ def configure_deepspeed(
 
 def blocks(objective: nn.Module) -> list[str]:
     """Return the class names of large modules that are stacked in lists."""
-    lists = [module for module in objective.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    own = [block for each in lists for block in each if not type(block).__module__.startswith("torch.")]
-    sizes = {block: sum(parameter.numel() for parameter in block.parameters()) for block in own}
-    return sorted({type(block).__name__ for block, size in sizes.items() if size >= MIN_BLOCK_PARAMETERS})
+    names = set[str]()
+    for module in objective.modules():
+        for block in module if isinstance(module, (nn.ModuleList, nn.Sequential)) else ():
+            is_own = not type(block).__module__.startswith("torch.")
+            if is_own and sum(weight.numel() for weight in block.parameters()) >= MIN_BLOCK_PARAMETERS:
+                names.add(type(block).__name__)
+    return sorted(names)
 
 
 def make_shardable(objective: nn.Module) -> None:

@@ -55,7 +55,8 @@ class Stage:
 
     def ranked(self, history: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the evaluated steps, the best first: of equal ones the first, of heads the longest trained."""
-        values, sign = self._values(history), 1 if greater_is_better(self.metric) else -1
+        values = self._values(history)
+        sign = 1 if greater_is_better(self.metric) else -1
         if self.asked and not values:
             return sorted(self._candidates(history), reverse=True)
         return sorted(values, key=lambda step: (-sign * values[step], -step if self.asked else step))
@@ -63,7 +64,8 @@ class Stage:
     def choice(self, history: Sequence[Mapping[str, Any]], step: int) -> tuple[str | None, str]:
         """Return the figure that chose a step of `ranked`, None for the last step without one, and a sentence."""
         what = "with the fusion head of" if self.name == "head" else "of"
-        values, name = self._values(history), f"eval_{self.metric}"
+        values = self._values(history)
+        name = f"eval_{self.metric}"
         if not values:
             return None, f"The model {what} step {step} is saved, the last one, as no evaluation measured re-ranking."
         several = f"the best of {len(values)} evaluations" if len(values) > 1 else "the only one that was evaluated,"
@@ -80,7 +82,8 @@ class Stage:
         trains_encoders = any(name.startswith(ENCODERS) for name in self.trains)
         if self.begin not in rows or self.asked is None or trains_encoders or self.name != "head":
             return False
-        sign, name = 1 if greater_is_better(self.asked) else -1, f"eval_{self.asked}"
+        sign = 1 if greater_is_better(self.asked) else -1
+        name = f"eval_{self.asked}"
         value = rows[step].get(f"eval_rerank_{self.asked}", rows[step][name]) if reranks else rows[step][name]
         return sign * value < sign * rows[self.begin][name]
 
@@ -105,7 +108,8 @@ def stages_of(objective: Objective, args: TrainingArguments, head_share: float, 
         objective: whose parameters need a gradient if they are trained in any stage.
         head_share: `--head_share`, the share of the steps, the last, in which the head learns; 0 for all at once.
     """
-    steps, metric = args.total_steps(num_rows), args.metric_for_best_model
+    steps = args.total_steps(num_rows)
+    metric = args.metric_for_best_model
     trained = {name: weight.numel() for name, weight in objective.named_parameters() if weight.requires_grad}
     if not objective.pairs_per_image:
         return [Stage("encoders", 0, steps, trained, metric)]
@@ -121,9 +125,8 @@ def stages_of(objective: Objective, args: TrainingArguments, head_share: float, 
     if not head_share:
         return [head]
     begin = round((1 - head_share) * steps)
-    without_head, without_encoders = (
-        {name: size for name, size in trained.items() if not name.startswith(part)} for part in (HEAD, ENCODERS)
-    )
+    without_head = {name: size for name, size in trained.items() if not name.startswith(HEAD)}
+    without_encoders = {name: size for name, size in trained.items() if not name.startswith(ENCODERS)}
     encoders = Stage("encoders", 0, begin, without_head, metric, begin == steps)
     head = replace(head, begin=begin, trains=without_encoders, rate=HEAD_RATE)
     return [stage for stage in (encoders, head) if stage.begin < stage.end]
@@ -135,5 +138,6 @@ def remaining(stages: Sequence[Stage], checkpoint: Path | None) -> list[Stage]:
         return list(stages)
     stored = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["stage"]
     place = next((place for place, stage in enumerate(stages) if stage.name == stored["name"]), 0)
-    begun, later = replace(stages[place], begin=stored["begin"]), stages[place + 1 :]
+    begun = replace(stages[place], begin=stored["begin"])
+    later = stages[place + 1 :]
     return [begun, *(replace(stage, begin=max(stage.begin, step_of(checkpoint))) for stage in later)]

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
 from mm_utils.training.arguments import METRICS_FILE, TrainingArguments
 from mm_utils.training.class_names import read_classes
 from mm_utils.training.closed_form import ClosedForm, Features, fit
+from mm_utils.training.feature_cache import evaluating
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +60,8 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 def joins_towers(given: Parsed) -> bool:
     """Return whether new projections join two pretrained towers."""
-    vision, text = (given[f"{tower}_model_name_or_path"] for tower in ("vision", "text"))
-    return bool(text and (vision or given["model_name_or_path"]))
+    media = given["vision_model_name_or_path"] or given["model_name_or_path"]
+    return bool(media and given["text_model_name_or_path"])
 
 
 def stacks_blocks(given: Parsed) -> bool:
@@ -145,9 +147,12 @@ def start_blocks(images: int, data: TrainingData, model: FusionDualEncoderModel,
     found = distributed.on_first(partial(fit, features, BLOCK_WIDTH, known))
     logger.info(
         "The projections start from what the model knew and, with weight %g, from the closed form of %s pairs (shrinkage %g, "
-        "%.0f s): recall@1 of pairs left out of the fit %.3f text to image and %.3f image to text, among %d",
-        *(found.pair_weight, f"{len(features.image_MA):,}", found.shrinkage, time.monotonic() - begin),
-        *(*found.recalls, found.candidates),
+        "%.0f s): %s",
+        found.pair_weight,
+        f"{len(features.image_MA):,}",
+        found.shrinkage,
+        time.monotonic() - begin,
+        found.judged,
     )
     if found.pair_weight:
         widen(model, found.image_AE.shape[1])
@@ -201,10 +206,12 @@ def start_projections(
         found = replace(found, text_BE=found.text_BE @ found.image_AE.T, image_AE=torch.zeros(0))
     write_projections(model, found)
     logger.info(
-        "Projections start from the closed form of %s images (shrinkage %g, weight of class names %g, %.0f s): recall@1 of pairs "
-        "left out of the fit %.3f text to image and %.3f image to text, among %d",
-        *(f"{len(features.image_MA):,}", found.shrinkage, found.name_weight, time.monotonic() - begin),
-        *(*found.recalls, found.candidates),
+        "Projections start from the closed form of %s images (shrinkage %g, weight of class names %g, %.0f s): %s",
+        f"{len(features.image_MA):,}",
+        found.shrinkage,
+        found.name_weight,
+        time.monotonic() - begin,
+        found.judged,
     )
 
 
@@ -226,16 +233,18 @@ def paired_features(
         ValueError: if no image can be decoded.
     """
     logger.info("Projections are fitted in closed form to %s training images", f"{images:,}")
-    was_training, home, device = model.training, model.logit_scale.device, accelerator.device
-    model.eval().to(device)  # type: ignore[arg-type]
-    config, keeps_text = model.config, not is_trained(model.text_projection)
+    device = accelerator.device
+    config = model.config
+    keeps_text = not is_trained(model.text_projection)
     pooled_images = pooled_images or vision_name is not None
     widths = (
         config.vision_pooled_width if pooled_images else config.projection_dim,
         (config.projection_dim if keeps_text else config.text_width),
     )
-    pooled, texts = ([torch.empty(0, width, device=device)] for width in widths)
-    seen, number = [torch.empty(0, widths[1], device=device)], 0
+    pooled = [torch.empty(0, widths[0], device=device)]
+    texts = [torch.empty(0, widths[1], device=device)]
+    seen = [torch.empty(0, widths[1], device=device)]
+    number = 0
     owners = [torch.empty(0, dtype=torch.long, device=device)]
 
     def text_features(batch: Mapping[str, Any]) -> Tensor:
@@ -247,8 +256,10 @@ def paired_features(
         return (model.project_text(found)[0] if keeps_text else found).float()
 
     pool = partial(pool_output, pooling=config.vision_pooling)
-    classes = read_classes(vision_name, model.vision_model, pool)
-    with accelerator.autocast():
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model, model, device))
+        classes = read_classes(vision_name, model.vision_model, pool)
+        stack.enter_context(accelerator.autocast())
         rows = data.rows("train") if classes is None or classes.reads_pooled else data.splits["train"]
         if images < len(rows):
             rows = rows.select([place * len(rows) // images for place in range(images)])  # at equal distances
@@ -272,9 +283,8 @@ def paired_features(
             number += len(batch["rows"])
     if classes is not None:
         classes.handle.remove()
-    model.to(home)  # type: ignore[arg-type]
-    model.train(was_training)
-    sizes, caption_sizes = (distributed.gather_sizes(sum(map(len, each)), device) for each in (pooled, texts))
+    sizes = distributed.gather_sizes(sum(map(len, pooled)), device)
+    caption_sizes = distributed.gather_sizes(sum(map(len, texts)), device)
     if not sum(sizes):
         raise ValueError(
             "no training image of the sample for the closed form could be decoded. Give images that can be read."
@@ -325,7 +335,8 @@ def interpolate_weights(
     folder = Path(args.output_dir or ".")
     model = type(model).from_pretrained(folder).to(accelerator.device).eval()
     end = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    loader, measured = data.evaluation("validation"), dict[float, dict[str, float]]()
+    loader = data.evaluation("validation")
+    measured = dict[float, dict[str, float]]()
     ranks = dict[float, dict[str, DirectionRanks]]()
 
     def measure(alpha: float) -> dict[str, float]:

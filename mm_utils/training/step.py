@@ -40,10 +40,15 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         stage: Stage,
     ):
-        self.args, self.optimizer_args, self.accelerator = args, optimizer_args, accelerator
-        self.objective, self.optimizer, self.stage = objective, optimizer, stage
+        self.args = args
+        self.optimizer_args = optimizer_args
+        self.accelerator = accelerator
+        self.objective = objective
+        self.optimizer = optimizer
+        self.stage = stage
         self.unwrapped = accelerator.unwrap_model(objective)
-        self.sizes, size = args.batch_sizes, args.micro_batch_size
+        self.sizes = args.batch_sizes
+        size = args.micro_batch_size
         share = -(-max(self.sizes.sizes) // distributed.world_size())
         # Pairs that this rank holds at a time, None for all; "auto" is all of this process, halved when memory runs out.
         self.micro_batch_size = None if size is None else share if size == "auto" else int(size)

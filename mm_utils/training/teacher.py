@@ -31,11 +31,15 @@ class Teacher(nn.Module):
 
     def __init__(self, name: str):
         super().__init__()
-        folder, self.scale, self.medium = Path(name.removeprefix("st:")), None, None
+        folder = Path(name.removeprefix("st:"))
+        self.scale = None
+        self.medium = None
         if not name.startswith("st:"):
             model, processor = open_model(name)
-            self.model, self.medium = model.float(), read_by(processor)
-            self.scale, self.width = self.model.logit_scale.exp().item(), self.model.config.projection_dim
+            self.model = model.float()
+            self.medium = read_by(processor)
+            self.scale = self.model.logit_scale.exp().item()
+            self.width = self.model.config.projection_dim
             reads = self.medium.key, tokenizer_digest(processor.tokenizer)
             settings = {**self.model.config.to_dict(), "reads": str(reads)}
         else:
@@ -74,7 +78,8 @@ def _embeddings(
         for draws in batches:
             drawn = [rows[row] for row, _ in draws]
             counts = [len(row["captions"]) for row in drawn]
-            image_nE, text_tE = (torch.zeros(size, teacher.width) for size in (len(drawn), sum(counts)))
+            image_nE = torch.zeros(len(drawn), teacher.width)
+            text_tE = torch.zeros(sum(counts), teacher.width)
             media = dict(enumerate(pool.map(teacher.read, [row["image"] for row in drawn])))
             if there := [place for place, medium in media.items() if medium is not None]:
                 image_nE[there] = teacher.embed([media[place] for place in there])

@@ -35,7 +35,8 @@ class Tracking(TrainerCallback):
     """The trackers of a run's main process, which begin at once. What they do not take is in `metrics.jsonl`."""
 
     def __init__(self, report_to: str | None, run: str, output_dir: Path, settings: Mapping[str, Any]):
-        self.trackers, self.failed = list[GeneralTracker](), set[str]()
+        self.trackers = list[GeneralTracker]()
+        self.failed = set[str]()
         given = {name: value for name, value in without_secrets(settings).items() if value is not None}
         plain = (bool, int, float, str)
         config = {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}

@@ -76,8 +76,11 @@ class Trainer:
         every = args.logging_steps if args.logging_steps >= 0 else min(10, -(-self.steps // 10))
         # Early stopping reads the metric from the arguments.
         args = replace(args, metric_for_best_model=stage.metric, logging_steps=every)
-        self.args, self.accelerator, self.data = args, accelerator, data
-        self.output_dir, self.sizes = Path(args.output_dir or "."), args.batch_sizes
+        self.args = args
+        self.accelerator = accelerator
+        self.data = data
+        self.output_dir = Path(args.output_dir or ".")
+        self.sizes = args.batch_sizes
         self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer, optimizer_args.max_grad_norm)
         self.model = objective.model
         self.evaluators = evaluators
@@ -96,7 +99,8 @@ class Trainer:
         self.flags = comparable(flags or {})
         self.captured = TrainingState(accelerator, self.output_dir, data.processor, objective, self.optimizer)
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
-        self._evaluated_step, self._saved_step = -1, stage.begin
+        self._evaluated_step = -1
+        self._saved_step = stage.begin
         self._resumed_from: Path | None = None
         self.choice = ""  # where it stopped early, which weights are saved, and what chose them; known after `train`
 
@@ -206,7 +210,9 @@ class Trainer:
 
     def _schedule_actions(self) -> None:
         """Set the actions that are due after this step; callbacks may change them."""
-        args, control, step = self.args, self.callbacks.control, self.state.global_step
+        args = self.args
+        control = self.callbacks.control
+        step = self.state.global_step
         last = step >= self.state.max_steps
         control.should_log = last or _due(step, args.logging_steps)
         evaluates = _due(step, args.eval_steps) or (last and (self.stage.is_last or args.eval_steps > 0))
@@ -259,12 +265,14 @@ class Trainer:
         # Callbacks may add metrics, which are logged; they compare with the best so far, so it changes after them.
         self.callbacks.call("on_evaluate", metrics=metrics)
         self.log(metrics)
-        step, history = self.state.global_step, self.state.log_history
+        step = self.state.global_step
+        history = self.state.log_history
         value = metrics.get(f"eval_{self.stage.metric}")
         if value is None and self.stage.asked is None:
             self._check_metric(metrics)
         if self.stage.ranked(history)[:1] == [step]:
-            self.state.best_metric, self.state.best_global_step = value, step
+            self.state.best_metric = value
+            self.state.best_global_step = step
         self.callbacks.control.should_save |= step in self._kept()
         return metrics
 
@@ -342,10 +350,12 @@ class Trainer:
         state, run = self.captured.restore(path, self.identity, self.flags)
         self.step.nonfinite.count = run["nonfinite_steps"]
         self._resumed_from = path.resolve()
-        state.max_steps, state.num_train_epochs = self.state.max_steps, self.state.num_train_epochs
+        state.max_steps = self.state.max_steps
+        state.num_train_epochs = self.state.num_train_epochs
         state.is_world_process_zero = self.state.is_world_process_zero
         state.is_local_process_zero = self.state.is_local_process_zero
-        self.state, self._saved_step = state, state.global_step
+        self.state = state
+        self._saved_step = state.global_step
         self.callbacks.restore(state.stateful_callbacks or {})  # type: ignore[arg-type]
         if self.accelerator.is_main_process:
             set_aside(self.output_dir, state.global_step)
@@ -367,7 +377,8 @@ class Trainer:
 
     def _choose(self, metrics: dict[str, float]) -> dict[str, float]:
         """Load the best weights, where they are kept, and note what chose them; return their metrics."""
-        history, last = self.state.log_history, self.state.global_step
+        history = self.state.log_history
+        last = self.state.global_step
         if waited := self.callbacks.exhausted():
             what = "Training" if self.stage.is_last else "The encoders' stage"
             best = f"{self.state.best_metric:.4g} of step {self.state.best_global_step}"
@@ -386,7 +397,8 @@ class Trainer:
         return metrics
 
     def _load_best(self, best: int, path: Path) -> dict[str, float]:
-        history, last = self.state.log_history, self.state.global_step
+        history = self.state.log_history
+        last = self.state.global_step
         self.captured.load_weights(path)
         metrics = {name: value for name, value in evaluations(history)[best].items() if name.startswith("eval_")}
         if not self.ends_run:

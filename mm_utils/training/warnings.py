@@ -21,10 +21,14 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, float]
 
-SHARE, MAX_STEPS, MIN_ROWS = 0.1, 500, 5  # a finding must last this share of the run, and this many log rows
+SHARE = 0.1  # of the run that a finding must last
+MAX_STEPS = 500  # that it must last at most
+MIN_ROWS = 5  # of the log that it must last
 NEAR = 0.02  # a loss within this share of chance is at chance, and a loss that falls by less does not fall
 ONE_POINT = 0.01  # spread, which is a mean cosine of 0.99
-COLLAPSED, STILL, COLLAPSE_STEPS = 0.01, 0.01, 50  # within 1 % of chance, at a gradient norm below 0.01, for 50 steps
+COLLAPSED = 0.01  # within this share of chance,
+STILL = 0.01  # at a gradient norm below this,
+COLLAPSE_STEPS = 50  # for so many steps
 
 
 def chance_loss(pairs: int, sigmoid: bool) -> float:
@@ -97,7 +101,8 @@ class CollapseWarning(TrainerCallback):
         is_still = ratio > 1 - COLLAPSED and 0 < row.get("grad_norm", math.inf) < STILL
         self.still_since = (self.still_since or row["step"]) if is_still else None
         ratios = [row["ratio"] for row in self.rows]
-        half, later = sum(ratios[: self.lines // 2]), sum(ratios[-(self.lines // 2) :])
+        half = sum(ratios[: self.lines // 2])
+        later = sum(ratios[-(self.lines // 2) :])
         if len(ratios) == self.lines and min(ratios) > 1 - NEAR and later > (1 - NEAR) * half:
             mean = sum(row["contrastive_loss"] for row in self.rows) / self.lines
             yield (

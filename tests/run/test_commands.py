@@ -47,9 +47,11 @@ class Finished(NamedTuple):
 def write_pictures(place: Path) -> None:
     """Write pictures with a table whose columns have unusual names."""
     (place / "my photos").mkdir()
-    noise, rows = random.Random(0), ["Bild,Text"]
+    noise = random.Random(0)
+    rows = ["Bild,Text"]
     for number in range(60):
-        colour, shape = list(COLOURS)[number % 4], ("circle", "square")[number // 4 % 2]
+        colour = list(COLOURS)[number % 4]
+        shape = ("circle", "square")[number // 4 % 2]
         image = draw(colour, shape)
         image.paste(Image.effect_noise((16, 16), 60).convert("RGB"), (noise.randrange(30), noise.randrange(30)))
         image.save(place / f"my photos/{number}.png")
@@ -227,7 +229,8 @@ def test_examples_are_in_the_order_that_was_measured(
     top_k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluator = evaluated(top_k)
-    split, ranks = evaluator.split, evaluator.directions["text_to_image"]
+    split = evaluator.split
+    ranks = evaluator.directions["text_to_image"]
     captions = [int((split.caption_key_T == key).sum()) for key in split.image_key_M]
     images = [{"bytes": save(Image.new("RGB", (8, 8))), "path": None}] * len(captions)
     features = Features({"image": datasets.Image(decode=False), "captions": datasets.List(Value("string"))})

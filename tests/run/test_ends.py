@@ -37,7 +37,9 @@ class Act(TrainerCallback):
     """Does something once, at an event of a step, or `after` the run."""
 
     def __init__(self, event: str, deed: Callable[[], Any], step: int = 2):
-        self.deed, self.step, self.done = deed, step, False
+        self.deed = deed
+        self.step = step
+        self.done = False
         setattr(self, event, self._act)
 
     def _act(self, *given: Any, **kwargs: Any) -> None:
@@ -85,7 +87,8 @@ def end_as_python_does(function: Callable[[], Any], log: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1), os.dup2(out, 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     logging.root.handlers.clear()
     status: Any = 0
     try:

@@ -140,7 +140,8 @@ def interrupted(tiny_flags: list[str], tmp_path_factory: pytest.TempPathFactory)
 def test_a_resume_with_another_flag_is_refused_or_learns_the_same(
     kind: Any, interrupted: Path, tmp_path: Path
 ) -> None:
-    wanted, learnt = load_file(interrupted / "model.safetensors"), {}
+    wanted = load_file(interrupted / "model.safetensors")
+    learnt = {}
     resumed = [f"--config={interrupted}/config.yaml", f"--resume_from_checkpoint={interrupted}/checkpoint-2"]
     for field in (field for field in fields(kind) if field.name not in " ".join(UNTRIED).split()):
         output = tmp_path / field.name
@@ -213,18 +214,15 @@ def test_a_script_ends_with_one_line_or_a_traceback(caplog: pytest.LogCaptureFix
 
 
 # -- what a run starts from --------------------------------------------------------------------------------------------
-IMAGES, SOUNDS, CLIPS = (
-    f'{{"{name}": "a.{kind}", "caption": "a dog"'
-    for name, kind in [("image", "png"), ("audio", "wav"), ("video", "mp4")]
-)
+IMAGES = '{"image": "a.png", "caption": "a dog"'
+SOUNDS = '{"audio": "a.wav", "caption": "a dog"'
+CLIPS = '{"video": "a.mp4", "caption": "a dog"'
 GERMAN = '{"image": "a.png", "caption": "ein Hund mit einem Ball"'
 STARTS = " ".join(recipes.STARTS)
 
 
-FROZEN, TWO = (
-    "--freeze_vision --freeze_text",
-    "--vision_model_name_or_path some/vit --text_model_name_or_path some/bert",
-)
+FROZEN = "--freeze_vision --freeze_text"
+TWO = "--vision_model_name_or_path some/vit --text_model_name_or_path some/bert"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +299,8 @@ def test_what_cannot_be_had_is_said_in_three_lines(corpus: Path) -> None:
 def test_a_run_takes_its_start_from_the_hub(corpus: Path, tmp_path: Path, monkeypatch, caplog) -> None:
     """The model lies in the cache of the Hub, and its towers are frozen; the command line wins over the recipe."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    clip, recipe = Path(write_stock(tmp_path / "clip", "clip")), ROOT / "recipes/photographs.yaml"
+    clip = Path(write_stock(tmp_path / "clip", "clip"))
+    recipe = ROOT / "recipes/photographs.yaml"
     name = str(read_flat_yaml(str(recipe))["model_name_or_path"].value)
     cached = tmp_path / "cache" / f"models--{name.replace('/', '--')}"
     shutil.copytree(clip, cached / "snapshots" / "0")

@@ -138,7 +138,8 @@ def start_on_rank(root: str) -> list[Any]:
     let_accelerate_find_ranks()
     os.chdir(root)
     logging.disable()
-    rank, digest = distributed.rank(), starting.code_digest
+    rank = distributed.rank()
+    digest = starting.code_digest
     starting.code_digest = lambda: f"digest {rank}"
     messages = [message_of(lambda: start(None))]
     starting.code_digest = digest
@@ -190,7 +191,8 @@ def test_a_restart_resumes_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_checkpoint_that_a_restart_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, there = launched(monkeypatch, "a"), "there/checkpoint-4"
+    launch = launched(monkeypatch, "a")
+    there = "there/checkpoint-4"
 
     def resumed(given: str | None) -> str | None:
         args = TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint=given)

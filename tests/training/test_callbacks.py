@@ -49,7 +49,9 @@ def test_the_log_says_how_busy_the_gpu_is(
         return use
 
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    state, rates, bar = TrainerState(), Throughput(torch.device(device)), ProgressBar()
+    state = TrainerState()
+    rates = Throughput(torch.device(device))
+    bar = ProgressBar()
     bar.bar = posted = SimpleNamespace(set_postfix_str=lambda text: setattr(posted, "text", text))
     rates.on_step_begin(None, state, TrainerControl(), data_wait=0.0)
     logs = {"loss": 1.0}
@@ -61,7 +63,9 @@ def test_the_log_says_how_busy_the_gpu_is(
 
 @pytest.mark.parametrize("medium", ["image", "sound", "clip"])
 def test_the_figures_of_an_evaluation_are_called_by_their_medium(medium: str) -> None:
-    bar, lines, data = ProgressBar(), list[str](), SimpleNamespace(medium=medium)
+    bar = ProgressBar()
+    lines = list[str]()
+    data = SimpleNamespace(medium=medium)
     bar.bar = SimpleNamespace(write=lines.append)
     logs = {"eval_text_to_image_recall@1": 0.25, "eval_rerank_image_to_text_recall@1": 0.5, "eval_image_spread": 0.7}
     bar.on_log(None, TrainerState(), TrainerControl(), logs=logs, data=data)
@@ -138,7 +142,8 @@ def test_a_collapsed_run_stops(rows: list[dict[str, float]], stops: bool) -> Non
 
 # -- trackers ------------------------------------------------------------------------------------------------------------
 class OtherTracker(FakeTracker):
-    name, requires_logging_directory = "tensorboard", True
+    name = "tensorboard"
+    requires_logging_directory = True
 
     def __init__(self, project: str, folder: str) -> None:
         super().__init__(project, folder=folder)

@@ -25,7 +25,8 @@ from tests.kit.objectives import tiny_objective
 from tests.kit.processes import logged, rows_of, run_on_ranks
 from tests.kit.tiny_run import STEPS, Signalled, TinyRun, alone, build, exiting, train, trainers
 
-HEAD, TOWERS = "fusion.", ("vision_model.", "text_model.")
+HEAD = "fusion."
+TOWERS = ("vision_model.", "text_model.")
 Recalls = dict[int, tuple[float, float]]
 
 
@@ -81,12 +82,15 @@ def test_each_stage_is_judged_by_what_it_trains(
     recalls: Recalls, reranks: bool, more: dict[str, Any], expected: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
     """Both begin with the best weights of what was before them, and the saved model has the best head and encoders."""
-    run, (head, projections) = run_of(tmp_path, recalls, reranks, **more), expected
+    run = run_of(tmp_path, recalls, reranks, **more)
+    (head, projections) = expected
     assert alone(train, run)[0] == 0
-    row, first = saved(tmp_path), 2
+    row = saved(tmp_path)
+    first = 2
     if head is None:
         scores = logged(tmp_path, "eval_score")
-        first, head = (max(steps, key=lambda step: scores[step]) for steps in ((2, 4, 5), (6, 8, 10)))
+        first = max((2, 4, 5), key=scores.__getitem__)
+        head = max((6, 8, 10), key=scores.__getitem__)
     assert (row["saved_part"], row["saved_step"], row.get("saved_projections_step")) == ("head", head, projections)
     assert row["saved_by"] == ("eval_score" if "score" in str(more) else "eval_head_mean_recall")
     of = {step: weights(tmp_path / f"checkpoint-{step}") for step in {first, 5, 6, 10, head}}
@@ -124,7 +128,8 @@ def test_losses_and_ranks_are_better_when_lower(metric: str, best: int) -> None:
 
 @pytest.mark.parametrize(("patience", "step"), [(100, 5), (100, 8), (1, 4)])
 def test_a_resumed_run_saves_what_an_uninterrupted_one_does(patience: int, step: int, tmp_path: Path) -> None:
-    recalls, more = STOPS if patience == 1 else BEST_EARLY, {"arguments": {"save_total_limit": 1}}
+    recalls = STOPS if patience == 1 else BEST_EARLY
+    more = {"arguments": {"save_total_limit": 1}}
     assert alone(train, run_of(tmp_path / "straight", recalls, patience=patience, **more))[0] == 0
     strike = Signalled("forward", step, signal.SIGTERM)
     broken = run_of(tmp_path / "run", recalls, patience=patience, strike=strike, **more)
@@ -166,8 +171,8 @@ def test_the_stages_of_a_run(share: float | None, expected: list[tuple[str, int,
     stages = stages_of(objective, TrainingArguments(max_steps=10), 0.5 if share is None else share, 100)
     assert [(stage.name, stage.begin, stage.end) for stage in stages] == expected
     assert [stage.is_last for stage in stages] == [False] * (len(stages) - 1) + [True]
-    trains = [{name.split(".")[1] for name in stage.trains} for stage in stages]
-    for stage, parts in zip(stages, trains, strict=True):
+    for stage in stages:
+        parts = {name.split(".")[1] for name in stage.trains}
         assert ("fusion" in parts) == (stage.name == "head")
         assert ("vision_model" in parts) == (stage.name == "encoders" or share == 0)
         assert "visual_projection" in parts
@@ -218,7 +223,8 @@ def test_a_step_without_a_finite_gradient_or_without_any_moves_nothing(tmp_path:
 
 def test_steps_that_are_not_finite_are_counted_over_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the next stage, and where it is resumed."""
-    usual, counts = TrainStep._backward, []
+    usual = TrainStep._backward
+    counts = []
 
     def poisoned(self: TrainStep, batch: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
         report = usual(self, batch, step)
@@ -251,12 +257,15 @@ def test_a_best_checkpoint_that_is_gone_is_named(tmp_path: Path, caplog: pytest.
 def test_with_a_loss_scaler_only_a_finite_step_moves_the_weights(tmp_path: Path) -> None:
     """Gradients of 0, infinite ones, and a loss that is not finite change nothing; the scale is lowered by overflows alone."""
     trainer = trainer_of(TinyRun(tmp_path, arguments=QUIET), {2: 0.0, 3: math.inf, 5: math.nan})
-    accelerator, step = trainer.accelerator, trainer.step
+    accelerator = trainer.accelerator
+    step = trainer.step
     prepared: Any = trainer.optimizer
     scaler = accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     step.optimizer = AcceleratedOptimizer(prepared.optimizer, scaler=scaler)
     accelerator.unscale_gradients = lambda: scaler.unscale_(prepared.optimizer)  # type: ignore[method-assign]
-    step.nonfinite.has_scaler, backward, scales = True, step._backward, []
+    step.nonfinite.has_scaler = True
+    backward = step._backward
+    scales = []
 
     def losing(batch: dict[str, Any], number: int) -> dict[str, torch.Tensor]:
         report = backward(batch, number)
@@ -272,7 +281,8 @@ def test_with_a_loss_scaler_only_a_finite_step_moves_the_weights(tmp_path: Path)
 def test_the_gradient_that_moves_the_weights_is_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = build(TinyRun(tmp_path), [])
     step: Any = trainer.step
-    step.optimizer_args.max_grad_norm, norms = 1e-3, []
+    step.optimizer_args.max_grad_norm = 1e-3
+    norms = []
 
     def note(*_: Any) -> None:
         gradients = [weight.grad for weight in trainer.model.parameters() if weight.grad is not None]
@@ -295,7 +305,8 @@ def test_the_inverse_temperature_stays_between_1_and_its_bound(before: float, af
 
 
 def test_each_step_draws_its_own_dropout_and_the_same_when_it_is_repeated(tmp_path: Path) -> None:
-    trainer, drawn = build(TinyRun(tmp_path), []), []
+    trainer = build(TinyRun(tmp_path), [])
+    drawn = []
     trainer.model.text_model.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(1))))
     [batch] = trainer.data.train_batches(0, 1)
     for step in (0, 1, 0):
@@ -325,7 +336,8 @@ def test_a_placed_encoder_learns_the_same_in_one_process(tmp_path: Path, monkeyp
         moved_by(trainer, 3)
         learnt.append(trainer.model.state_dict())
     assert all(torch.equal(learnt[1][name], value) for name, value in learnt[0].items())
-    there, back = torch.device("cpu:1"), torch.device("cpu")
+    there = torch.device("cpu:1")
+    back = torch.device("cpu")
     assert sent == [there, back] * (len(sent) // 2)
     assert sent
 
@@ -364,7 +376,8 @@ def test_of_equal_evaluations_encoders_keep_the_first_and_heads_the_longest_trai
 def test_the_rate_of_every_stage_falls_to_its_end(tmp_path: Path) -> None:
     ends = []
     for trainer in trainers(TinyRun(tmp_path, head_share=0.5), [], None):
-        begin, end = trainer.stage.begin, trainer.stage.end
+        begin = trainer.stage.begin
+        end = trainer.stage.end
         [batch] = trainer.data.train_batches(end - 1, end)
         trainer.step.run(batch, end - 1)
         for group in trainer.optimizer.param_groups:

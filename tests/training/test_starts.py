@@ -72,7 +72,8 @@ def data_of(towers: dict[str, str], images: int = 12) -> TrainingData:
 
 def test_a_residual_projection_starts_from_the_same_cosines(towers: dict[str, str]) -> None:
     Accelerator(cpu=True)
-    data, cosines = data_of(towers), []
+    data = data_of(towers)
+    cosines = []
     [batch] = data.loaders.evaluation(data.splits["train"], 20)
     for projection in ("linear", "mlp"):
         model = joined(towers, projection=projection)
@@ -88,7 +89,9 @@ def test_a_residual_projection_starts_from_the_same_cosines(towers: dict[str, st
 def test_images_are_fitted_to_texts_that_are_frozen(towers: dict[str, str]) -> None:
     """The images' map is that of the fit to the texts' embeddings, which stay."""
     Accelerator(cpu=True)
-    data, model, name = data_of(towers), joined(towers), towers["vision_model_name_or_path"]
+    data = data_of(towers)
+    model = joined(towers)
+    name = towers["vision_model_name_or_path"]
     before = model.text_projection.requires_grad_(False).weight.clone()
     features = paired_features(model, 100, data, Accelerator(), name)
     start_projections(100, name, data, model, Accelerator())
@@ -98,7 +101,8 @@ def test_images_are_fitted_to_texts_that_are_frozen(towers: dict[str, str]) -> N
         image_ME, _ = model.eval().encode_image(batch["pixel_values"])
         text_TE, _ = model.encode_text(batch["input_ids"], batch["attention_mask"])
     torch.testing.assert_close(features.text_TB, text_TE)
-    unit, found = features.unit(), closed_form.fit(features, model.config.projection_dim)
+    unit = features.unit()
+    found = closed_form.fit(features, model.config.projection_dim)
     expected_ME = unit.image_MA @ found.image_AE @ found.text_BE.T
     torch.testing.assert_close(torch.nn.functional.normalize(expected_ME, dim=-1).float(), image_ME)
 
@@ -106,7 +110,9 @@ def test_images_are_fitted_to_texts_that_are_frozen(towers: dict[str, str]) -> N
 def start_on_rank(towers: dict[str, str]) -> list[Any]:
     """The temperature, what the maps give of all features, and these: single directions of equal strength may turn into each other."""
     Accelerator(cpu=True)
-    data, model, name = data_of(towers), joined(towers), towers["vision_model_name_or_path"]
+    data = data_of(towers)
+    model = joined(towers)
+    name = towers["vision_model_name_or_path"]
     start_projections(100, name, data, model, Accelerator())
     found = paired_features(model, 100, data, Accelerator(), name)
     with torch.no_grad():
@@ -164,7 +170,8 @@ def tiny(**fields: Any) -> FusionDualEncoderModel:
 
 
 def test_a_head_that_was_never_trained_is_not_interpolated() -> None:
-    new, objectives = tiny(fusion_layers=1), ObjectiveArguments("contrastive:1,captioning:1")
+    new = tiny(fusion_layers=1)
+    objectives = ObjectiveArguments("contrastive:1,captioning:1")
     towers = {*("vision_model", "text_model", "visual_projection", "text_projection", "logit_scale")}
     assert {name.split(".")[0] for name in weights_of_start(new)} == towers
     added = build_objective(new, objectives, 0).added
@@ -183,7 +190,9 @@ def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
     pretrain.main([*run, "--eval_steps", "0", "--output_dir", str(tmp_path / "plain")])
     flags = [*run, "--wise_ft", "--eval_steps", "0"]
     metrics = pretrain.main([*flags, "--output_dir", str(tmp_path / "wise")])
-    start, end, found = (saved_weights(folder) for folder in (begun, tmp_path / "plain", tmp_path / "wise"))
+    start = saved_weights(begun)
+    end = saved_weights(tmp_path / "plain")
+    found = saved_weights(tmp_path / "wise")
     report = json.loads((tmp_path / "wise/wise_ft.json").read_text())
     for name, value in interpolate(start, end, report["saved_alpha"]).items():
         torch.testing.assert_close(found[name], value, msg=name)
@@ -253,7 +262,8 @@ def without_mean(rows: Tensor) -> Tensor:
 
 def reference_scores(features: Features, shrinkage: float, width: int) -> Tensor:
     """Inner products of mapped images and captions, by symmetric inverse roots and a full decomposition."""
-    image, text = without_mean(features.image_MA), without_mean(features.text_TB)
+    image = without_mean(features.image_MA)
+    text = without_mean(features.text_TB)
     roots = []
     for rows in (image, text):
         covariance = rows.T @ rows / len(rows)
@@ -291,7 +301,8 @@ def test_an_image_counts_once_however_many_captions_it_has() -> None:
 
 def test_pairs_left_out_tell_signal_from_noise() -> None:
     chance = FOLDS / 400
-    signal, noise = fit(pairs(400, noise=0.1), 4), fit(pairs(400, noise=100.0), 4)
+    signal = fit(pairs(400, noise=0.1), 4)
+    noise = fit(pairs(400, noise=100.0), 4)
     assert min(signal.recalls) > 0.5
     assert max(noise.recalls) < 5 * chance
     assert signal.scale > noise.scale
@@ -327,10 +338,12 @@ def test_features_that_are_all_alike_or_not_finite(side: str) -> None:
 def test_the_cosine_of_two_blocks_is_the_mean_of_theirs() -> None:
     """Where all outputs of a block have one norm, it is so exactly."""
     draw = torch.Generator().manual_seed(0)
-    turn, other = (torch.linalg.qr(torch.randn(9, 9, generator=draw, dtype=torch.double))[0] for _ in range(2))
+    turn = torch.linalg.qr(torch.randn(9, 9, generator=draw, dtype=torch.double))[0]
+    other = torch.linalg.qr(torch.randn(9, 9, generator=draw, dtype=torch.double))[0]
     rows = F.normalize(torch.randn(50, 9, generator=draw, dtype=torch.double), dim=-1)
     features = Features(rows, rows.flip(0), torch.arange(50))
-    known, fitted = (3 * turn, turn), (other, 5 * other)
+    known = (3 * turn, turn)
+    fitted = (other, 5 * other)
     stacked = scores(features, stack(known, fitted, 0.3, features))
     torch.testing.assert_close(stacked, 0.7 * scores(features, (turn, turn)) + 0.3 * scores(features, (other, other)))
     assert stack(known, fitted, 0.0, features) is known
@@ -339,7 +352,8 @@ def test_the_cosine_of_two_blocks_is_the_mean_of_theirs() -> None:
 
 def test_the_weight_of_the_pairs_follows_from_what_each_side_knows() -> None:
     every = pairs(2040, noise=2.0).unit()
-    few, many = every.take(torch.arange(2040) >= 2000), every.take(torch.arange(2040) < 2000)
+    few = every.take(torch.arange(2040) >= 2000)
+    many = every.take(torch.arange(2040) < 2000)
     knowing = Maps(many.moments()).of(0.1, 0.0, 4)
     draw = torch.Generator().manual_seed(1)
     ignorant = tuple(torch.randn(channels, 4, generator=draw, dtype=torch.double) for channels in (12, 9))
@@ -367,7 +381,8 @@ def test_a_whole_model_between_frozen_towers_keeps_what_it_knew(
     assert (before["step"], before["eval_mean_recall"]) == (0, plain["mean_recall"])
     model = FusionDualEncoderModel.from_pretrained(tmp_path / "run").eval()
     if kind == "clip":  # SiglipModel has no projection of images
-        pixels, opened = torch.randn(2, 3, 32, 32), CLIPModel.from_pretrained(tmp_path / "run/dual_encoder").eval()
+        pixels = torch.randn(2, 3, 32, 32)
+        opened = CLIPModel.from_pretrained(tmp_path / "run/dual_encoder").eval()
         found = opened.get_image_features(pixel_values=pixels).pooler_output
         torch.testing.assert_close(F.normalize(found, dim=-1), model.encode_image(pixels)[0], rtol=0, atol=1e-6)
     known = 24 if kind == "clip" else 32
@@ -423,7 +438,8 @@ def test_probabilities_are_those_of_the_stock_classifier(kind: str, pooling: str
     assert classes.names == list(NAMES.values())
     runs.clear()
     for part in images.split(2):
-        output, expected = tower(part, output_hidden_states=True), (stock(part).logits / TEMPERATURE).softmax(-1)
+        output = tower(part, output_hidden_states=True)
+        expected = (stock(part).logits / TEMPERATURE).softmax(-1)
         torch.testing.assert_close(classes.probabilities(), expected, rtol=0, atol=1e-6)
     assert classes.reads_pooled == (kind != "dinov2" and (kind != "vit" or pooling == "cls"))
     pooled = pool_output(output, pooling)

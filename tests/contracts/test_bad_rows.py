@@ -134,6 +134,7 @@ def test_no_line_of_the_log_and_of_the_quarantine_is_made_by_a_caption(
 LINES = b'{"image": "0.png", "caption": "a dog"}\n{"image": "1.png", "caption": "a cat"}\n'
 GONE, BOXES = b'{"image": "none.png", "caption": "a dog"}\n', b'{"images": [], "annotations": [{"image_id": 1}]}'
 SIX = (LINES * 9 + GONE * 2) * 3
+FRAMES = b'{"frames": ["0.png", "1.png"], "caption": "a dog"}\n'
 REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: there is none), keys and flags, the message
     ("a.jsonl", LINES.decode().encode("utf-16"), "", "a.jsonl, line 1 is UTF-16 or UTF-32 text. The text is not UTF-8"),
     ("a.jsonl", png(draw(0)), "", "a.jsonl, line 1 is not UTF-8 text: byte 1 of the line."),
@@ -144,7 +145,9 @@ REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: th
     ("{000..002}.tar", None, "", "000.tar. Check the path and the range"),
     ("a.xlsx", LINES, "", "its format is not known by '.xlsx'. Known are .jsonl"),
     ("a.jsonl", LINES, ",caption_column=captoin", "Did you mean 'caption'? The columns are"),
-    ("a.csv", b"image,words\n0.png,a dog\n", "", "no caption column was recognised"),
+    ("a.csv", b"image,words\n0.png,a dog\n", "", "image, words. Write it behind the path: ,caption_column=NAME."),
+    ("a.jsonl", FRAMES, "", "no image column was recognised. The columns are: frames, caption. A list of frames is not read. Join the"),
+    ("a.jsonl", FRAMES, ",image_column=frames", "image is a list, not a path. Join the frames of each row into a video"),
     ("a.json", b'[{"id": 1, "annotations": [], "data": {"image": "0.png"}}]', "", "Label Studio's full export: export JSON-MIN"),
     ("a.csv", b"image,caption,caption\n", "", "two columns caption; only one can be read. Rename one"),
     ("a.parquet", b"PAR1" + bytes(50), "", "cannot be read as Parquet"),

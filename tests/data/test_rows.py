@@ -67,7 +67,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: parse_source("p,templates=a photo"), "templates=a photo; a template says"),
     (lambda: parse_source(",split=val"), "an item without a path"),
     (lambda: DataArguments(dataset_name="a", train_file="b"), "--dataset_name and --train_file are given together"),
-    (lambda: find_columns(["Bild", "text"], "t", Columns()), "no image .* are: Bild, text. Set --image_column, or .* ,image_column="),
+    (lambda: find_columns(["Bild", "text"], "t", Columns()), "no image .* are: Bild, text. Set --image_column"),
     (lambda: find_columns([*map(str, range(10**5))], "t", Columns(image="x" * 99)), r"^.{,999} and 99,960 more\.$"),
     (lambda: find_columns(["image", "audio", "text"], "t", Columns(medium="auto")), "may all be the medium. Name one by"),
 ]  # fmt: skip

@@ -339,7 +339,10 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
     text = {"image": "a.png", "text": "a", "label": 1}
     rows: list[tuple[dict[str, Any], str]] = [
         ({"a": 1}, "no label column was recognised. The columns are: a. Set --label_column"),
-        ({"text": "a", "label": 1}, "no image column was recognised. The columns are: text, label. Set --im"),
+        (
+            {"text": "a", "label": 1},
+            "no image column was recognised. The columns are: text, label. Set --image_column.$",
+        ),
         ({"image": "a.png", "label": 1}, "all rows show the same, so none can be held out"),
         ({**text, "label": None}, "3 of 3 rows are bad.* line 1: it has no label. The label is missing, or"),
         ({**text, "label": "['a', b]"}, "looks like a list, and is not JSON.* Set --label_column"),

@@ -50,6 +50,7 @@ HOLDOUT_FRACTION = 0.05
 HOLDOUT_LEAST = 30
 HOLDOUT_MOST = 2000
 _LISTED = 40  # columns that a message names
+JOIN_FRAMES = "Join the frames of each row into a video (ffmpeg -framerate 4 -i %04d.jpg a.mp4), and name that file."
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,7 @@ def find_columns(
         tell_others("label", label, names, LABEL_NAMES, title)
     needed = {"label": label, "image": image} if wanted.labelled else {"image": image, "caption": caption}
     if missing := next((kind for kind, column in needed.items() if column is None), None):
-        advice = f"Set --{missing}_column, or write it behind the path: ,{missing}_column=NAME."
-        advice = "Set --label_column." if missing == "label" else advice
-        if {"annotations", "data"} <= {*names}:
-            advice = "That is Label Studio's full export: export JSON-MIN or CSV, which have a column for each field."
-        shown = medium if missing == "image" else missing
-        raise ValueError(f"{title}; no {shown} column was recognised. {listed(names)} {advice}")
+        raise ValueError(_unrecognised(missing, medium if missing == "image" else missing, names, title))
     if (kind := typed.get(str(image), medium)) != medium:
         raise ValueError(
             f"{title}; the medium is {medium}, and the column {image} is of the kind {kind}. Name another."
@@ -140,6 +136,18 @@ def find_columns(
     key = None if wanted.labelled or key == image else key
     classes = tuple(labels.get(str(label), ()))
     return Columns(image, caption, key, medium, wanted.template, group, wanted.labelled, label, classes)
+
+
+def _unrecognised(kind: str, shown: str, names: Sequence[str], title: str) -> str:
+    """Return the message on a column of a kind that is not there, and how to name it where the command says it."""
+    advice = f"Set --{kind}_column."
+    if title.startswith("--sources"):
+        advice = f"Write it behind the path: ,{kind}_column=NAME."
+    if kind == "image" and "frames" in map(_plain, names):
+        advice = f"A list of frames is not read. {JOIN_FRAMES}"
+    if {"annotations", "data"} <= {*names}:
+        advice = "That is Label Studio's full export: export JSON-MIN or CSV, which have a column for each field."
+    return f"{title}; no {shown} column was recognised. {listed(names)} {advice}"
 
 
 def set_medium(found: Iterable[str]) -> str:

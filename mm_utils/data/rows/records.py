@@ -18,6 +18,7 @@ from mm_utils.data.parquet import ParquetRows
 from mm_utils.data.paths import Jail, is_url, read_file
 from mm_utils.data.rows.columns import (
     BESIDE,
+    JOIN_FRAMES,
     Columns,
     answers_of,
     captions_of,
@@ -252,7 +253,7 @@ def image_path(value: Any, jail: Jail) -> str:
     if is_null(value):
         raise Fault("image_empty", "the cell of the image is empty")
     if not isinstance(value, str):
-        remedy = "; join frames into a GIF or a video" if isinstance(value, (list, tuple)) else ""
+        remedy = f". {JOIN_FRAMES.rstrip('.')}" if isinstance(value, (list, tuple)) else ""
         raise Fault("bad_path", f"image is a {type(value).__name__}, not a path{remedy}")
     if is_url(value):
         raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")

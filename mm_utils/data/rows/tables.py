@@ -21,6 +21,7 @@ from mm_utils.data.paths import check_own_file
 from mm_utils.data.rows.columns import (
     BESIDE,
     BESIDE_TIME,
+    JOIN_FRAMES,
     Columns,
     find_columns,
     is_null,
@@ -242,8 +243,8 @@ def _holds_media(schema: pa.Schema, columns: Columns, title: str) -> bool:
         return False
     if not _is_image(kind):
         raise ValueError(
-            f"{title}; the {columns.medium} column {columns.image} holds {kind}, not paths or {columns.medium}s. Set "
-            "image_column to another."
+            f"{title}; the {columns.medium} column {columns.image} holds {kind}, not paths or {columns.medium}s. "
+            f"{'Set image_column to another.' if _item(kind) is kind else JOIN_FRAMES}"
         )
     return True
 

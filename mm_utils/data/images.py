@@ -19,9 +19,11 @@ from mm_utils.model.reading import (
 )
 
 _RAW = re.compile(r"raw:(\d{1,9})x(\d{1,9})")
+Stored = dict[str, Any]
+"""`bytes` and `path` of a medium."""
 
 
-def open_image(value: dict[str, Any], min_side: int | None = None) -> Image.Image:
+def open_image(value: Stored, min_side: int | None = None) -> Image.Image:
     """Decode `{"bytes": ..., "path": ...}` to upright RGB; bytes win over the path.
 
     The path `raw:344x258` marks bytes that are the pixels themselves, see `pixels`. A JPEG may be decoded at a reduced scale whose
@@ -34,7 +36,7 @@ def open_image(value: dict[str, Any], min_side: int | None = None) -> Image.Imag
     return _open_sized(value, min_side)[0]
 
 
-def _open_sized(value: dict[str, Any], min_side: int | None) -> tuple[Image.Image, tuple[int, int]]:
+def _open_sized(value: Stored, min_side: int | None) -> tuple[Image.Image, tuple[int, int]]:
     """Return what `open_image` does, with the size of the whole image."""
     name = value.get("path") or "embedded image"
     try:
@@ -51,7 +53,7 @@ def _open_sized(value: dict[str, Any], min_side: int | None) -> tuple[Image.Imag
         raise UnreadableError(f"{name}: {decoder_message(error)}") from error
 
 
-def read_pixels(value: dict[str, Any], min_side: int | None = None) -> tuple[np.ndarray, tuple[int, int]]:
+def read_pixels(value: Stored, min_side: int | None = None) -> tuple[np.ndarray, tuple[int, int]]:
     """Return the result of `open_image` as uint8 `[height, width, 3]`, and the size of the whole image."""
     size = raw_size(value)
     if size is not None:
@@ -60,13 +62,13 @@ def read_pixels(value: dict[str, Any], min_side: int | None = None) -> tuple[np.
     return np.asarray(image), size
 
 
-def raw_size(value: dict[str, Any]) -> tuple[int, int] | None:
+def raw_size(value: Stored) -> tuple[int, int] | None:
     """Return (width, height) if the bytes of a stored image are its pixels, otherwise None."""
     match = _RAW.fullmatch(value.get("path") or "") if value.get("bytes") else None
     return (int(match[1]), int(match[2])) if match else None
 
 
-def pixels(value: dict[str, Any]) -> np.ndarray:
+def pixels(value: Stored) -> np.ndarray:
     """View stored raw RGB pixels as read-only uint8 `[height, width, 3]`, without a copy; UnreadableError if they are not as many."""
     width, height = raw_size(value) or (0, 0)
     content = value["bytes"]

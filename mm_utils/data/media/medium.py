@@ -28,7 +28,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode, functional
 from typing_extensions import override
 
-from mm_utils.data.images import read_pixels
+from mm_utils.data.images import Stored, read_pixels
 from mm_utils.data.media.riff import read_avi, read_wav
 from mm_utils.model.reading import MOST_SECONDS, UnreadableError, center_of, center_square, sound_input
 
@@ -85,7 +85,7 @@ class Medium(ABC):
     key: dict[str, Any]
 
     @abstractmethod
-    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> tuple[Tensor, Shown]:
+    def read(self, value: Stored, rng: random.Random | None = None) -> tuple[Tensor, Shown]:
         """Return an example of a stored medium, `shape`, and what it shows; raise UnreadableError if it cannot be decoded.
 
         `rng` draws the window and the crop of training, which else are in the middle.
@@ -149,7 +149,7 @@ class Image(Medium):
         return int(self.image_size * self.min_crop_area**-0.5) + 1
 
     @override
-    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> tuple[Tensor, Shown]:
+    def read(self, value: Stored, rng: random.Random | None = None) -> tuple[Tensor, Shown]:
         side = self.image_size if rng is None or self.min_crop_area == 1 else self._largest_read
         pixels, size = read_pixels(value, side)
         shown, window = squares([pixels], self.image_size, self.min_crop_area, rng)
@@ -183,7 +183,7 @@ class Clip(Image):
         self.key["medium"] = ["clip", self.frames, self.image_size]
 
     @override
-    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> tuple[Tensor, Shown]:
+    def read(self, value: Stored, rng: random.Random | None = None) -> tuple[Tensor, Shown]:
         stored, fps = read_avi(value["bytes"] or b"")
         within = 0.5 if rng is None else rng.random()  # of the time that each frame stands for
         places = [int((at + within) * len(stored) / self.frames) for at in range(self.frames)]
@@ -230,7 +230,7 @@ class Sound(Medium):
         self.key = {"image_size": 0, "image mean and std": [[], []], "medium": own}  # the first two as in earlier runs
 
     @override
-    def read(self, value: dict[str, Any], rng: random.Random | None = None) -> tuple[Tensor, Shown]:
+    def read(self, value: Stored, rng: random.Random | None = None) -> tuple[Tensor, Shown]:
         from scipy.signal import resample_poly
 
         samples, rate = read_wav(value["bytes"] or b"")

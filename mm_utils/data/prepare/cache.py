@@ -5,7 +5,6 @@ import logging
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from mm_utils.data.prepare.ingest import (
     rows_of,
 )
 from mm_utils.data.prepare.on_disk import open_prepared, write_findings, write_pairs
-from mm_utils.data.rows.records import BadRow, Record
+from mm_utils.data.rows.records import Record, Records
 from mm_utils.data.rows.source import Source
 from mm_utils.files import flush
 from mm_utils.stored import open_rows, stored
@@ -76,7 +75,7 @@ def _checked(sources: list[Source], on_leakage: str) -> tuple[Path, tuple[str, .
     """Return the folder of what is made of the rows of the sources, once, and the names of all classes; log its warnings."""
     classes: dict[tuple[str, ...], None] = {}
 
-    def rows() -> Iterator[Record | BadRow]:
+    def rows() -> Records:
         for row in (row for source in sources for row in rows_of(source)):
             if isinstance(row, Record):
                 classes[row.classes] = None

@@ -40,7 +40,7 @@ from mm_utils.data.prepare.perceptual_hash import fingerprint
 from mm_utils.data.prepare.timed import store_medium, stored_moments, stored_regions
 from mm_utils.data.rows.columns import NEGATIVES, is_null, texts_of
 from mm_utils.data.rows.detect import detect, read_rows
-from mm_utils.data.rows.records import BadRow, FileImage, ImageRef, Record
+from mm_utils.data.rows.records import BadRow, FileImage, ImageRef, Record, Records
 from mm_utils.data.rows.source import Source
 from mm_utils.files import write_atomic
 from mm_utils.model.reading import MOST_PIXELS
@@ -188,7 +188,7 @@ def ingest_sources(sources: list[Source], plan: IngestPlan, work: Path) -> Inges
     return found
 
 
-def rows_of(source: Source) -> Iterator[Record | BadRow]:
+def rows_of(source: Source) -> Records:
     """Yield the rows of a source; raises a ValueError also if a file of it cannot be read."""
     with _reading(source):
         yield from read_rows(source)
@@ -238,7 +238,7 @@ def ingest_rows(rows: Rows, plan: IngestPlan, work: Path) -> Iterator[tuple[Path
             raise
 
 
-def _of_one_kind(rows: Rows, timed: TimedArguments) -> Iterator[Record | BadRow]:
+def _of_one_kind(rows: Rows, timed: TimedArguments) -> Records:
     """Yield the rows; refuse a second kind of medium, and flags of another one."""
     first: Record | None = None
     for row in rows:

@@ -33,6 +33,7 @@ from mm_utils.plots import MUTED, draw_text, save_figure, wrap
 from mm_utils.text import byte_size, markdown_table, markdown_text, publishable, redact, without_secrets
 
 CARD = "README.md"
+Summary = dict[str, Any]
 _SHARED = 3
 _SHOWN_PAIRS = 24
 _FEW_GROUPS = 10  # of which a tenth is none
@@ -52,12 +53,12 @@ _TASKS = {
 
 def summarize(
     args: PrepareArguments,
-    settings: dict[str, Any],
+    settings: Summary,
     ingested: Ingested,
     found: Reconciled,
     pairs: DatasetDict,
     earlier: pa.Table,
-) -> dict[str, Any]:
+) -> Summary:
     """Collect figures of sources, splits, faults, duplicates, leaks, captions and storage, as they may be published."""
     of_source = Counter(found.facts["source"].take(np.concatenate(list(found.rows.values()))).to_pylist())
     ungrouped = Counter(found.facts["source"].filter(pc.is_null(found.facts["group"])).to_pylist())
@@ -95,9 +96,9 @@ def summarize(
     return without_secrets(summary, publishable)
 
 
-def measure(pairs: DatasetDict) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure(pairs: DatasetDict) -> tuple[Summary, Summary]:
     """Return the counts of every split, and the captions of all that differ and that too many images share; no image is read."""
-    splits: dict[str, Any] = {}
+    splits: Summary = {}
     texts: list[pa.Array] = []  # still in their files
     keys = [np.zeros(0, np.int64)]
     owners = [np.zeros(0, np.int64)]
@@ -148,7 +149,7 @@ def compare(pairs: DatasetDict, earlier: pa.Table) -> dict[str, int]:
     return {"rows": len(earlier), "new": len(place_N) - kept, "gone": gone, "kept": kept, "moved": moved}
 
 
-def describe(summary: dict[str, Any], folder: str) -> str:
+def describe(summary: Summary, folder: str) -> str:
     """Describe the findings in a few lines, with the next command."""
     splits = ", ".join(f"{name} {part['images']:,}" for name, part in summary["splits"].items())
     lines = [f"{summary['medium'].capitalize()}s: {splits}; {_total(summary, 'captions'):,} captions"]
@@ -166,7 +167,7 @@ def describe(summary: dict[str, Any], folder: str) -> str:
     return "\n  ".join([f"{folder}:", *lines])
 
 
-def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any]) -> None:
+def write_report(folder: Path, pairs: DatasetDict, summary: Summary) -> None:
     """Write `report.md`, and `pairs.jpg`, a contact sheet of random pairs; only the images that are shown are read."""
     kind = summary["medium"]
     rng = np.random.default_rng(0)
@@ -218,16 +219,16 @@ def write_report(folder: Path, pairs: DatasetDict, summary: dict[str, Any]) -> N
     (folder / "report.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 
 
-def _total(summary: dict[str, Any], name: str) -> int:
+def _total(summary: Summary, name: str) -> int:
     return sum(part[name] for part in summary["splits"].values())
 
 
-def _leaks(leakage: dict[str, Any]) -> tuple[int, int]:
+def _leaks(leakage: Summary) -> tuple[int, int]:
     """Return the number of images found in two splits, and of the rows dropped for that."""
     return sum(leakage.get(kind, 0) for kind in LEAKS), sum(leakage["dropped"].values())
 
 
-def _look_first(summary: dict[str, Any]) -> list[str]:
+def _look_first(summary: Summary) -> list[str]:
     """Return what a person should know before training, the most serious first, in the words of the sources."""
     kind = summary["medium"]
     captions = _total(summary, "captions")
@@ -251,7 +252,7 @@ def _look_first(summary: dict[str, Any]) -> list[str]:
     return found
 
 
-def _splits_first(summary: dict[str, Any]) -> list[str]:
+def _splits_first(summary: Summary) -> list[str]:
     """Return what a person should know of the splits."""
     kind = summary["medium"]
     splits = summary["splits"]
@@ -285,7 +286,7 @@ def _splits_first(summary: dict[str, Any]) -> list[str]:
     return found
 
 
-def _missing_split(split: str, summary: dict[str, Any]) -> str:
+def _missing_split(split: str, summary: Summary) -> str:
     """Return what makes a split, or why its share made none."""
     by_name = f"name some rows {split}, in a column split or by their folder"
     groups = summary["duplicates"]["groups"]
@@ -298,7 +299,7 @@ def _missing_split(split: str, summary: dict[str, Any]) -> str:
     return f"the rows are in {held}, none of which is divided: add groups, or {by_name}"
 
 
-def _of_captions(captions: dict[str, Any], total: int, kind: str) -> Iterator[str]:
+def _of_captions(captions: Summary, total: int, kind: str) -> Iterator[str]:
     """Yield what stands out in `total` captions that were measured."""
     for shared in captions["shared"]:
         text = shared["caption"][:100]
@@ -317,7 +318,7 @@ def _of_captions(captions: dict[str, Any], total: int, kind: str) -> Iterator[st
         )
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[Summary]) -> str:
     cells = [
         [f"{value:,}" if isinstance(value, int) else markdown_text(value or "–") for value in row.values()]
         for row in rows
@@ -358,11 +359,11 @@ def _tile(split: Dataset, row: int, name: str) -> tuple[Image.Image, str, str]:
     return picture(pair["image"], kind_of(split.features)), f"{name}: {pair['id']}", pair["captions"][0]
 
 
-def write_data_card(folder: Path, name: str, pairs: DatasetDict, summary: dict[str, Any]) -> None:
+def write_data_card(folder: Path, name: str, pairs: DatasetDict, summary: Summary) -> None:
     """Write a prepared folder's `README.md`, named `name`: for the Hub, `load_dataset`, and with the text of its `report.md`."""
     features = next(iter(pairs.values())).features
     kind = summary["medium"]
-    columns: dict[str, Any] = {}
+    columns: Summary = {}
     if summary["storage"]["store"] != "raw":  # whose pixels stay bytes
         decoded = Features({COLUMNS[kind] if name == "image" else name: each for name, each in features.items()})
         decoded[COLUMNS[kind]] = type(FEATURES[kind])()

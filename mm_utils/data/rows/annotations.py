@@ -4,7 +4,7 @@ import json
 import mmap
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Any
 
 from mm_utils.data.faults import Fault
 from mm_utils.data.rows.columns import Columns
-from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
+from mm_utils.data.rows.records import RecordBuilder, Records
 from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.text_files import (
     LONGEST_LINE,
+    Values,
     check_line,
     checked_object,
     is_wide,
@@ -64,7 +65,7 @@ def _format_of_document(path: Path) -> str | None:
         return "karpathy" if b'"sentences"' in text[found.start() : found.start() + _NEXT] else "coco"
 
 
-def read_coco(source: Source) -> Iterator[Record | BadRow]:
+def read_coco(source: Source) -> Records:
     """Join ``images`` and ``annotations`` by ``image_id``: one record an image; ValueError if no annotation has a caption."""
     document, builder = _open_document(source, "images", "annotations")
     annotations: defaultdict[str, list[tuple[str, Any]]] = defaultdict(list)
@@ -78,7 +79,7 @@ def read_coco(source: Source) -> Iterator[Record | BadRow]:
         raise ValueError(f"{source.title}; no annotation has image_id and caption. Give COCO's captions file.")
     seen = set[str]()
 
-    def image(item: Any) -> dict[str, Any]:
+    def image(item: Any) -> Values:
         key = str(_with(item, ("id",))["id"])
         if key in seen:
             raise Fault("duplicate_id", f"an image before has the id {key}, too")
@@ -94,11 +95,11 @@ def read_coco(source: Source) -> Iterator[Record | BadRow]:
             yield builder.bad(place, Fault("unmatched_caption", f"no image has the id {key}"), str(caption))
 
 
-def read_karpathy(source: Source) -> Iterator[Record | BadRow]:
+def read_karpathy(source: Source) -> Records:
     """Read ``images[].sentences[].raw`` with their splits; restval counts as train."""
     document, builder = _open_document(source, "images")
 
-    def image(item: Any) -> dict[str, Any]:
+    def image(item: Any) -> Values:
         row = checked_object(item)
         if not isinstance(sentences := row.get("sentences"), list) or not sentences:
             raise Fault("unmatched_image", "it has no sentences")
@@ -111,7 +112,7 @@ def read_karpathy(source: Source) -> Iterator[Record | BadRow]:
     yield from builder.records(columns, made_rows("image", enumerate(document["images"]), image))
 
 
-def read_flickr(source: Source) -> Iterator[Record | BadRow]:
+def read_flickr(source: Source) -> Records:
     """Read one caption a line: ``name.jpg#0<TAB>caption``, or below a header of columns.
 
     Everything after the first comma is the caption: Flickr8k's captions hold commas and are not always quoted.
@@ -129,7 +130,7 @@ def read_flickr(source: Source) -> Iterator[Record | BadRow]:
     if has_header:
         pattern = _PIPES if "|" in first else _COMMA
 
-    def row(line: str) -> dict[str, Any]:
+    def row(line: str) -> Values:
         check_line(line)
         if (found := pattern.fullmatch(line.strip())) is None:
             raise Fault("malformed_row", "it is not an image's name and its caption")
@@ -142,7 +143,7 @@ def read_flickr(source: Source) -> Iterator[Record | BadRow]:
     yield from builder.records(Columns("image", "caption"), made_rows("line", below, row))
 
 
-def _open_document(source: Source, *keys: str) -> tuple[dict[str, Any], RecordBuilder]:
+def _open_document(source: Source, *keys: str) -> tuple[Values, RecordBuilder]:
     """Parse a JSON document whose `keys` are lists; return it with the builder of its records."""
     path = Path(source.path)
     builder = _builder(source)
@@ -172,7 +173,7 @@ def _builder(source: Source) -> RecordBuilder:
     return RecordBuilder(source)
 
 
-def _with(item: Any, keys: Iterable[str]) -> dict[str, Any]:
+def _with(item: Any, keys: Iterable[str]) -> Values:
     """Return an object that has the keys, and a value for those that name something; raises the fault of another."""
     row = checked_object(item)
     for key in keys:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -15,8 +15,8 @@ from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, re
 from mm_utils.data.rows.columns import SUFFIXES, set_medium, tell_once
 from mm_utils.data.rows.folders import CAPTION_SUFFIXES, MEDIA_SUFFIXES, TABLES, Unread, is_service, walk
 from mm_utils.data.rows.media_folders import read_caption_files, read_classes
-from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
-from mm_utils.data.rows.source import FORMATS, TEMPLATES, Source
+from mm_utils.data.rows.records import BadRow, RecordBuilder, Records
+from mm_utils.data.rows.source import FORMATS, TABLE_FORMATS, TEMPLATES, Source
 from mm_utils.data.rows.stored import is_saved
 from mm_utils.data.rows.tables import (
     METADATA_FILES,
@@ -31,10 +31,12 @@ from mm_utils.data.rows.tars import read_webdataset
 from mm_utils.data.rows.text_files import TEXT_SUFFIXES, Rows
 from mm_utils.places import missing
 
-_COLUMNS = ("image_column", "caption_column", "id_column", "caption_template", "group_column", "label_column")
-_OF_TABLES = ("image_root", *_COLUMNS)
+_OF_TABLES = (
+    *("image_root", "image_column", "caption_column", "id_column"),
+    *("caption_template", "group_column", "label_column"),
+)
 _OPTIONS: dict[str, tuple[str, ...]] = {  # that each format reads, beside name, split and medium
-    **dict.fromkeys(("jsonl", "json", "csv", "tsv", "parquet", "tables"), _OF_TABLES),
+    **dict.fromkeys(TABLE_FORMATS, _OF_TABLES),
     **dict.fromkeys(("datasets", "sqlite"), (*_OF_TABLES, "config")),
     **dict.fromkeys(("coco", "karpathy", "flickr"), ("image_root",)),
     "imagefolder": (),
@@ -43,8 +45,8 @@ _OPTIONS: dict[str, tuple[str, ...]] = {  # that each format reads, beside name,
 }
 _HEAD = 1 << 16  # characters of a file that are looked at
 _LOOKED_AT = 1000  # media of a folder that tell its kind
-_READERS: dict[str, Callable[[Source], Iterator[Record | BadRow]]] = {
-    **dict.fromkeys(("jsonl", "json", "csv", "tsv", "parquet", "tables"), read_tables),
+_READERS: dict[str, Callable[[Source], Records]] = {
+    **dict.fromkeys(TABLE_FORMATS, read_tables),
     "datasets": read_datasets,
     "imagefolder": read_caption_files,
     "classes": read_classes,
@@ -56,7 +58,7 @@ _READERS: dict[str, Callable[[Source], Iterator[Record | BadRow]]] = {
 }
 
 
-def read_rows(source: Source) -> Iterator[Record | BadRow]:
+def read_rows(source: Source) -> Records:
     """Read every row of `source` in order as a `Record`, or as a `BadRow` with the reason.
 
     Memory does not grow with the rows, except for JSON documents (COCO, Karpathy, arrays), which are parsed whole.
@@ -112,7 +114,7 @@ def refuse_unread(source: Source, read: tuple[str, ...] = ()) -> None:
         )
 
 
-def _of_split(rows: Iterator[Record | BadRow], source: Source) -> Iterator[Record | BadRow]:
+def _of_split(rows: Records, source: Source) -> Records:
     """Yield the rows that say the split their file is given as, or none; count the others. ValueError if all say another."""
     others = Counter[str]()
     read = 0
@@ -135,7 +137,7 @@ def _of_split(rows: Iterator[Record | BadRow], source: Source) -> Iterator[Recor
     )
 
 
-def _read_own(source: Source) -> Iterator[Record | BadRow]:
+def _read_own(source: Source) -> Records:
     """Read by a user's reader, which `format` names as module.function."""
 
     def rows() -> Rows:

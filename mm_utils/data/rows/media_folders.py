@@ -9,7 +9,6 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import yaml
 
@@ -18,9 +17,14 @@ from mm_utils.data.media.medium import MEDIA
 from mm_utils.data.paths import Jail, read_file
 from mm_utils.data.rows.columns import SUFFIXES, Columns, split_named
 from mm_utils.data.rows.folders import CAPTION_SUFFIXES, Unread, is_harmless, is_service, walk
-from mm_utils.data.rows.records import BadRow, Record, RecordBuilder
+from mm_utils.data.rows.records import RecordBuilder, Records
 from mm_utils.data.rows.source import TEMPLATES, Source
-from mm_utils.data.rows.text_files import Rows, lines_of, made_rows
+from mm_utils.data.rows.text_files import (
+    Rows,
+    Values,
+    lines_of,
+    made_rows,
+)
 from mm_utils.files import read_regular_file
 from mm_utils.text import one_line
 
@@ -40,7 +44,7 @@ _LAST_NUMBER = re.compile(r"(\D.*?)\s*[\s,;:|]\s*(\d+)")
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 
-def read_caption_files(source: Source) -> Iterator[Record | BadRow]:
+def read_caption_files(source: Source) -> Records:
     """Read media with a caption file beside each, one caption a line."""
     builder = RecordBuilder(source)
     unread = Unread()
@@ -63,7 +67,7 @@ def read_caption_files(source: Source) -> Iterator[Record | BadRow]:
                 if not is_harmless(os.path.basename(text)):
                     yield text, (None, [text])
 
-    def row(pair: tuple[str | None, list[str]]) -> dict[str, Any]:
+    def row(pair: tuple[str | None, list[str]]) -> Values:
         path, texts = pair
         if not texts:
             raise Fault("unmatched_image", f"there is no caption for {path}, in a .txt file beside it")
@@ -88,7 +92,7 @@ def _text_of(file: str, jail: Jail) -> str:
         raise Fault("read_error", f"{file}: {error.strerror}") from error
 
 
-def read_classes(source: Source) -> Iterator[Record | BadRow]:
+def read_classes(source: Source) -> Records:
     """Read ``<class>/<image>`` or ``<split>/<class>/<image>``; templates make the captions."""
     builder = RecordBuilder(source)
     unread = Unread()

@@ -30,7 +30,7 @@ from mm_utils.data.rows.columns import (
     texts_of,
 )
 from mm_utils.data.rows.source import Source
-from mm_utils.data.rows.text_files import Rows
+from mm_utils.data.rows.text_files import Rows, Values
 from mm_utils.text import one_line
 
 _PARQUET_BATCH = 32  # rows of images that a process holds at a time
@@ -142,6 +142,10 @@ class BadRow:
     split: str | None = None
 
 
+Records = Iterator[Record | BadRow]
+"""What a reader yields, row after row."""
+
+
 class RecordBuilder:
     """Makes the records of a source: resolves images, fills in values that hold for all rows.
 
@@ -193,7 +197,7 @@ class RecordBuilder:
 
     def records(
         self, columns: Columns, rows: Rows, file: str = "", split: str | None = None, by_folder: bool = False
-    ) -> Iterator[Record | BadRow]:
+    ) -> Records:
         """Return the records of the rows of a file.
 
         `split` is that of rows that name none; with `by_folder`, a folder in the path of their image may name it.
@@ -210,9 +214,7 @@ class RecordBuilder:
                 shown = {key: value for key, value in values.items() if not isinstance(value, ImageRef)}
                 yield self.bad(where, fault, str(shown), split_cell(values) or split)
 
-    def _record(
-        self, columns: Columns, where: str, values: dict[str, Any], split: str | None, by_folder: bool
-    ) -> Record:
+    def _record(self, columns: Columns, where: str, values: Values, split: str | None, by_folder: bool) -> Record:
         if None in values:
             raise Fault("malformed_row", "more cells than columns; a separator without quotes?")
         for column in filter(None, (columns.image, columns.caption, columns.label)):
@@ -227,7 +229,7 @@ class RecordBuilder:
         elif by_folder and not os.path.isabs(written := str(values[str(columns.image)])):
             split = split_of_path(written)
         known = {name: value for name, value in values.items() if not is_null(value)}
-        beside: dict[str, Any] = {name: known.get(name) for name in BESIDE}
+        beside: Values = {name: known.get(name) for name in BESIDE}
         if self.medium != "image":
             cut = tuple(_time_of(values.get(name)) for name in ("start", "end"))
             beside |= {"cut": cut, "moments": known.get("moments")}
@@ -268,7 +270,7 @@ class _Cursor:
         self._column = column
         self._next = 0
         self._cells = self._file.cells([column], _PARQUET_BATCH)
-        self._held: dict[str, Any] | Fault = {}
+        self._held: Values | Fault = {}
 
     def cell(self, row: int) -> Any:
         if not self._next - 1 <= row <= self._next + _PARQUET_BATCH:

@@ -12,9 +12,10 @@ from mm_utils.data.media import medium as media
 from mm_utils.data.rows.columns import Columns, close_to
 from mm_utils.text import redact
 
+TABLE_FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "tables")
 FORMATS = (
-    *("jsonl", "json", "csv", "tsv", "parquet", "tables", "imagefolder", "datasets", "classes"),
-    *("coco", "karpathy", "flickr", "sqlite", "webdataset"),
+    *TABLE_FORMATS,
+    *("imagefolder", "datasets", "classes", "coco", "karpathy", "flickr", "sqlite", "webdataset"),
 )
 TEMPLATES = media.Image.templates
 MEDIA = ("auto", "image", "clip", "sound")

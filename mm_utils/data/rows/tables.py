@@ -7,7 +7,6 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,10 +30,10 @@ from mm_utils.data.rows.columns import (
     tell_splits,
 )
 from mm_utils.data.rows.folders import TABLES, Unread, own_files, walk
-from mm_utils.data.rows.records import BadRow, CellImage, ImageRef, Record, RecordBuilder, StoredImage
+from mm_utils.data.rows.records import CellImage, ImageRef, Record, RecordBuilder, Records, StoredImage
 from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.stored import folders_of, load_splits
-from mm_utils.data.rows.text_files import Rows, text_rows
+from mm_utils.data.rows.text_files import Rows, Values, text_rows
 from mm_utils.text import one_line
 
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -46,7 +45,7 @@ Table = tuple[Columns, Rows]
 """The columns of a file or split, and its rows, in which embedded images are `ImageRef`s."""
 
 
-def read_tables(source: Source) -> Iterator[Record | BadRow]:
+def read_tables(source: Source) -> Records:
     """Read a file of Parquet, JSONL, JSON, CSV or TSV, or a folder of such files, whose names may begin with a split's."""
     path = Path(source.path)
     kind = f".{source.format}"
@@ -59,7 +58,7 @@ def read_tables(source: Source) -> Iterator[Record | BadRow]:
     yield from _read_folder(source, _agreeing(files, source) if len(kinds) > 1 else files)
 
 
-def read_metadata(source: Source, files: list[Path]) -> Iterator[Record | BadRow]:
+def read_metadata(source: Source, files: list[Path]) -> Records:
     """Read the metadata files of an image folder and of the folders in it.
 
     The split of a row is that of the file's folder or of the folders in the image's path, where they are named like one.
@@ -69,7 +68,7 @@ def read_metadata(source: Source, files: list[Path]) -> Iterator[Record | BadRow
     yield from _read_folder(source, files, is_metadata=True)
 
 
-def _read_folder(source: Source, files: list[Path], is_metadata: bool = False) -> Iterator[Record | BadRow]:
+def _read_folder(source: Source, files: list[Path], is_metadata: bool = False) -> Records:
     """Read tables of a folder, each with the paths relative to itself; count what they do not name, and all other files."""
     named = set(map(os.path.abspath, files))
     root = os.path.abspath(source.path)
@@ -132,7 +131,7 @@ def _table(path: Path, source: Source, kind: str = "") -> Table:
     return _parquet_table(path, source) if kind == ".parquet" else table_of(text_rows(path, kind), source, path)
 
 
-def read_datasets(source: Source) -> Iterator[Record | BadRow]:
+def read_datasets(source: Source) -> Records:
     """Read all splits of a data set on the Hub or on disk."""
     builder = RecordBuilder(source, "" if os.path.isdir(source.path) else ".", also=folders_of(source.path))
     splits = load_splits(source.path, source.title, source.paths.allow_outside_root, source.config)
@@ -215,7 +214,7 @@ def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Column
 
 
 def tell_table_splits(
-    schema: pa.Schema, columns: Columns, read: Callable[[list[str]], Iterator[dict[str, Any] | Fault]], title: str
+    schema: pa.Schema, columns: Columns, read: Callable[[list[str]], Iterator[Values | Fault]], title: str
 ) -> None:
     """Log, once, that a column of texts names splits and is not read; `read` yields the cells of some columns."""
     used = (columns.image, columns.caption, columns.label, columns.group, *columns.parts)
@@ -249,9 +248,7 @@ def _holds_media(schema: pa.Schema, columns: Columns, title: str) -> bool:
     return True
 
 
-def _rows(
-    cells: Iterable[dict[str, Any] | Fault], image: str, embedded: bool, refs: Iterable[ImageRef | None]
-) -> Rows:
+def _rows(cells: Iterable[Values | Fault], image: str, embedded: bool, refs: Iterable[ImageRef | None]) -> Rows:
     """Yield rows by number, embedded media as references."""
     for number, (values, ref) in enumerate(zip(cells, refs, strict=False)):
         # A cell that was read, since some are without bytes, and is one of these, stays a path
@@ -295,7 +292,7 @@ def read_columns(columns: Columns, names: list[str], with_image: bool) -> list[s
     return [name for name in names if (with_image if name == columns.image else name in wanted or is_split(name))]
 
 
-def read_sqlite(source: Source) -> Iterator[Record | BadRow]:
+def read_sqlite(source: Source) -> Records:
     """Read the only table of a database, or the one that `config` names; its bytes stay in the records."""
     builder = RecordBuilder(source)
     path = os.path.abspath(source.path)

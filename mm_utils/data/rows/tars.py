@@ -25,9 +25,15 @@ from mm_utils.data.rows.columns import (
     tell_others,
 )
 from mm_utils.data.rows.folders import TABLES, Unread, is_harmless, is_of_program, own_files
-from mm_utils.data.rows.records import BadRow, BytesImage, ImageRef, Record, RecordBuilder
+from mm_utils.data.rows.records import BytesImage, ImageRef, RecordBuilder, Records
 from mm_utils.data.rows.source import Source
-from mm_utils.data.rows.text_files import Rows, checked_object, lines_of, parse_json
+from mm_utils.data.rows.text_files import (
+    Rows,
+    Values,
+    checked_object,
+    lines_of,
+    parse_json,
+)
 from mm_utils.model.reading import MOST_BYTES
 
 _TEXTS = ("txt", "caption", "json", "cls")
@@ -92,7 +98,7 @@ class Sample:
             raise Fault("bad_encoding", f"{self.key}.{extension}: byte {error.start + 1} is not UTF-8") from error
 
 
-def read_webdataset(source: Source) -> Iterator[Record | BadRow]:
+def read_webdataset(source: Source) -> Records:
     """Read `source`'s shards, each by itself; an id is the shard's path in the folder, and the key."""
     is_folder = os.path.isdir(source.path)
     unread = Unread()
@@ -275,7 +281,7 @@ def _add(
     sample.fault = sample.fault or fault
 
 
-def row_of_sample(sample: Sample, source: Source, medium: str, key: str = "") -> dict[str, Any] | Fault:
+def row_of_sample(sample: Sample, source: Source, medium: str, key: str = "") -> Values | Fault:
     """Return the values of a sample, in the columns of `sample_columns` and of its .json, or why it has none.
 
     Its unchecked captions are the lines of .txt or .caption, else those of .json.

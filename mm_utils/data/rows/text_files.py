@@ -23,7 +23,9 @@ _EXCEL = re.compile(r"sep=(.)\s*")  # a first line by which Excel tells the sepa
 _MEDIA = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 
 
-Rows = Iterator[tuple[str, dict[str, Any] | Fault]]
+Values = dict[str, Any]
+"""Of a row, by column."""
+Rows = Iterator[tuple[str, Values | Fault]]
 """The place of each row in its file, such as "line 12", and its values by column, or why there are none."""
 
 
@@ -153,7 +155,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
     return item
 
 
-def checked_object(item: Any) -> dict[str, Any]:
+def checked_object(item: Any) -> Values:
     """Return a JSON object without repeated keys; raise not_an_object, duplicate_key or too_nested."""
     if not isinstance(item, dict):
         raise Fault("not_an_object", f"a JSON {type(item).__name__}; a row is an object")
@@ -168,11 +170,11 @@ def checked_object(item: Any) -> dict[str, Any]:
     raise Fault("too_nested", f"an object that is nested more than {DEEPEST} deep")
 
 
-def made_rows(unit: str, items: Iterable[tuple[Any, Any]], make: Callable[[Any], dict[str, Any]]) -> Rows:
+def made_rows(unit: str, items: Iterable[tuple[Any, Any]], make: Callable[[Any], Values]) -> Rows:
     """Make a row of each numbered item; `make` raises the fault of one that is none."""
     for number, item in items:
         try:
-            row: dict[str, Any] | Fault = make(item)
+            row: Values | Fault = make(item)
         except Fault as fault:
             row = fault
             fault.raw = "" if fault.reason == "too_nested" else str(item)
@@ -180,7 +182,7 @@ def made_rows(unit: str, items: Iterable[tuple[Any, Any]], make: Callable[[Any],
 
 
 def _line_records(path: Path) -> Rows:
-    def make(text: str) -> dict[str, Any]:
+    def make(text: str) -> Values:
         check_line(text)
         return checked_object(parse_json(text))
 

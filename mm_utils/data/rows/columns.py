@@ -113,16 +113,15 @@ def find_columns(
         others = [name for name in names if name != label]
     media = USUAL_NAMES["image"] if medium == "image" else [*MEDIUM_NAMES[medium], *_ANY_FILE]
     image = find_column("image_column", others, title, wanted.image, media) or spare_image
-    is_free = medium == "image" and wanted.image is None
-    tell_others("image", image if is_free else None, others, _IMAGE_NAMES, title)
+    tell_others("image", None if wanted.image or medium != "image" else image, others, _IMAGE_NAMES)
     others = [name for name in others if name != image] if wanted.labelled else others
     template = wanted.parts[0] if wanted.parts else wanted.caption
     usual = TEXT_NAMES if wanted.labelled else USUAL_NAMES["caption"]
     caption = find_column("caption_column", others, title, template, usual)
     if template is None:
-        tell_others("caption", caption, others, usual, title)
+        tell_others("caption", caption, others, usual)
     if wanted.labelled and wanted.label is None:
-        tell_others("label", label, names, LABEL_NAMES, title)
+        tell_others("label", label, names, LABEL_NAMES)
     needed = {"label": label, "image": image} if wanted.labelled else {"image": image, "caption": caption}
     if missing := next((kind for kind, column in needed.items() if column is None), None):
         raise ValueError(_unrecognised(missing, medium if missing == "image" else missing, names, title))
@@ -199,25 +198,21 @@ def find_column(option: str, names: Sequence[str], title: str, wanted: str | Non
     return None
 
 
-_told: set[tuple[str | None, ...]] = set()  # the files of a folder have the same columns
-
-
 @lru_cache(1000)  # rows are read more than once
 def tell_once(message: str, level: int = logging.WARNING) -> None:
     """Log a warning, or at another level, the first time."""
     logger.log(level, "%s", message)
 
 
-def tell_others(kind: str, read: str | None, names: Iterable[str], usual: Sequence[str], title: str) -> None:
-    """Log, once, that of several columns of usual names one alone is read."""
+def tell_others(kind: str, read: str | None, names: Iterable[str], usual: Sequence[str]) -> None:
+    """Log, once, that of several columns of usual names one alone is read; the files of a folder have the same ones."""
     known = set(map(_plain, usual))
     others = [name for name in names if name != read and _plain(name).rstrip("0123456789") in known]
-    if read is not None and others and (key := (kind, read, *others)) not in _told:
-        _told.add(key)
-        logger.info(
-            "%s; the %s is the column %s; %s could be it, too, and is not read. --%s_column, or %s_column= behind the path, "
-            "names another",
-            *(title, kind, shortened(read), ", ".join(map(shortened, others)), kind, kind),
+    if read is not None and others:
+        tell_once(
+            f"the {kind} is the column {shortened(read)}; {', '.join(map(shortened, others))} could be it, too, and is not read. "
+            f"--{kind}_column, or {kind}_column= behind the path, names another",
+            logging.INFO,
         )
 
 

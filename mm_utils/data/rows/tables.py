@@ -27,7 +27,6 @@ from mm_utils.data.rows.columns import (
     is_split,
     split_of_path,
     tell_once,
-    tell_splits,
 )
 from mm_utils.data.rows.folders import TABLES, Unread, own_files, walk
 from mm_utils.data.rows.records import CellImage, ImageRef, Record, RecordBuilder, Records, StoredImage
@@ -179,8 +178,7 @@ def _parquet_table(path: Path, source: Source) -> Table:
         raise ValueError(f"{title}; it cannot be read as Parquet ({one_line(error)}). Write it anew.") from error
     schema = opened.schema
     about = opened.file.metadata
-    columns = find_table_columns(schema, title, source.columns)
-    tell_table_splits(schema, columns, lambda names: opened.cells(names, 1), title)
+    columns = find_table_columns(schema, title, source.columns, lambda names: opened.cells(names, 1))
     image = str(columns.image)
     embeds = _holds_media(schema, columns, title)
     is_mixed = False
@@ -200,8 +198,13 @@ def _parquet_table(path: Path, source: Source) -> Table:
     return columns, _rows(cells, image, embeds, refs)
 
 
-def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Columns:
-    """Find the columns of a table by their names; a single column of images may have any."""
+def find_table_columns(
+    schema: pa.Schema, title: str, wanted: Columns, read: Callable[[list[str]], Iterable[Values | Fault]] | None = None
+) -> Columns:
+    """Find the columns of a table by their names; a single column of images may have any.
+
+    `read` yields the cells of some columns, the first of which tell what columns of texts hold.
+    """
     images = [field.name for field in schema if _is_image(field.type)]
     spare = images[0] if len(images) == 1 else None
     # Others may have no feature.
@@ -210,18 +213,9 @@ def find_table_columns(schema: pa.Schema, title: str, wanted: Columns) -> Column
     typed = {name: _KINDS[type(feature)] for name, feature in features.items() if type(feature) in _KINDS}
     kinds = {name: getattr(feature, "feature", feature) for name, feature in features.items()}  # of lists, of items
     labels = {name: kind.names for name, kind in kinds.items() if isinstance(kind, ClassLabel)}
-    return find_columns(schema.names, title, wanted, spare, typed, labels=labels)
-
-
-def tell_table_splits(
-    schema: pa.Schema, columns: Columns, read: Callable[[list[str]], Iterator[Values | Fault]], title: str
-) -> None:
-    """Log, once, that a column of texts names splits and is not read; `read` yields the cells of some columns."""
-    used = (columns.image, columns.caption, columns.label, columns.group, *columns.parts)
-    texts = [each.name for each in schema if each.name not in used and pa.types.is_string(each.type)]
-    first = next(read(texts), None) if texts else None
-    if isinstance(first, dict):
-        tell_splits([name for name in schema.names if name not in used], first, title)
+    texts = [field.name for field in schema if pa.types.is_string(field.type)]
+    first = next(iter(read(texts)), None) if read and texts else None
+    return find_columns(schema.names, title, wanted, spare, typed, first if isinstance(first, dict) else {}, labels)
 
 
 def _item(kind: pa.DataType) -> pa.DataType:
@@ -259,8 +253,7 @@ def _rows(cells: Iterable[Values | Fault], image: str, embedded: bool, refs: Ite
 
 def _dataset_table(dataset: Dataset, title: str, source: Source) -> Table:
     schema = dataset.features.arrow_schema
-    columns = find_table_columns(schema, title, source.columns)
-    tell_table_splits(schema, columns, lambda names: iter(dataset.select_columns(names).take(1)), title)
+    columns = find_table_columns(schema, title, source.columns, lambda names: dataset.select_columns(names).take(1))
     image = str(columns.image)
     embeds = _holds_media(schema, columns, title)
     refs: Iterable[ImageRef | None] = itertools.repeat(None)

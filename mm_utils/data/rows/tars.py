@@ -303,11 +303,11 @@ def row_of_sample(sample: Sample, source: Source, medium: str, key: str = "") ->
         elif plain and source.caption_column is None:
             captions = lines_of("\n".join(map(sample.text, plain)))
             if column in values and not {*lines_of(str(values[column]))} <= {*captions}:
-                tell_others("caption", f".{plain[0]}", [column], usual, source.title)
+                tell_others("caption", f".{plain[0]}", [column], usual)
         elif column in values:
             captions = values[column]
             if source.caption_column is None:
-                tell_others("caption", column, values, usual, source.title)
+                tell_others("caption", column, values, usual)
         else:
             raise sample.lacks("caption")
         # A video without a file of its sound is a sound, too.

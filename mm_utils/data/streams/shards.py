@@ -33,7 +33,7 @@ from mm_utils.data.prepare.ingest import stored_hash
 from mm_utils.data.rows.columns import USUAL_NAMES, Columns, is_null, is_split
 from mm_utils.data.rows.records import BadRow, BytesImage, Record, RecordBuilder
 from mm_utils.data.rows.source import Source
-from mm_utils.data.rows.tables import find_table_columns, read_columns, tell_table_splits
+from mm_utils.data.rows.tables import find_table_columns, read_columns
 from mm_utils.data.rows.tars import (
     KEY,
     MEDIUM,
@@ -192,18 +192,13 @@ def check_columns(url: str, source: Source) -> None:
             medium = medium_of_samples(read_samples(shard, url), source)
         else:
             if any(map(is_split, shard.schema.names)):
-                logger.warning(
-                    "%s; rows whose column split says another one than %s are passed over",
-                    source.title,
-                    source.file_split,
-                )
-            columns = find_table_columns(shard.schema, source.title, source.columns)
-            medium = columns.medium
+                text = "%s; rows whose column split says another one than %s are passed over"
+                logger.warning(text, source.title, source.file_split)
 
-            def head(names: list[str]) -> Iterator[dict[str, Any] | Fault]:
+            def read(names: list[str]) -> Iterator[dict[str, Any] | Fault]:
                 return shard.cells(names, 1) if isinstance(shard, ParquetRows) else _arrow_cells(shard, names, 0)
 
-            tell_table_splits(shard.schema, columns, head, source.title)
+            medium = find_table_columns(shard.schema, source.title, source.columns, read).medium
     if medium != "image":
         raise ValueError(f"{source.title}; it holds {medium}s, and images alone are streamed. Drop --streaming.")
 

@@ -24,11 +24,10 @@ class ParquetRows:
     def batches(self, group: int, columns: Sequence[str], rows: int) -> Iterator[Any]:
         """Read columns of a row group, at most `rows` rows at a time, fewer where cells are large."""
         about = self.file.metadata.row_group(group)
-        chunks = [about.column(at) for at in range(about.num_columns)]
-        chunks = [
-            each for each in chunks if f"{each.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))
-        ]
-        largest = max((each.total_uncompressed_size for each in chunks), default=0)  # of a cell, too
+        begins = tuple(f"{name}." for name in columns)
+        chunks = map(about.column, range(about.num_columns))
+        sizes = [each.total_uncompressed_size for each in chunks if f"{each.path_in_schema}.".startswith(begins)]
+        largest = max(sizes, default=0)  # of a cell, too
         rows = max(min(rows, _LEAST_ROWS), min(rows, _BATCH_BYTES // max(1, largest)))
         yield from self.file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
 
@@ -39,14 +38,12 @@ class ParquetRows:
         """
         for group in range(self.file.num_row_groups):
             size = self.file.metadata.row_group(group).num_rows
-            row = 0
-            skipped = min(first, size)
-            first -= skipped
-            if skipped == size:
+            if first >= size:
+                first -= size
                 continue
             for batch in self.batches(group, columns, batch_rows):
-                yield from cells_of(batch.slice(min(max(0, skipped - row), len(batch))))
-                row += len(batch)
+                yield from cells_of(batch.slice(min(first, len(batch))))
+                first = max(0, first - len(batch))
 
 
 def cells_of(batch: pa.RecordBatch) -> list[dict[str, Any] | Fault]:

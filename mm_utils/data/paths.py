@@ -16,7 +16,6 @@ from mm_utils.data.faults import REASONS, Fault
 from mm_utils.files import is_passing, read_regular_file, retry
 
 MOST_FILES = 1_000_000  # that a pattern stands for
-LONGEST_NAME = 255  # bytes of one file name, on every usual file system
 LONGEST_PATH = 1024  # of macOS; Linux has 4,096
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://|(pipe|data):")
 _PAUSES = (0.1, 0.2)  # seconds between attempts to read a file
@@ -180,9 +179,6 @@ def _check_name(name: str) -> None:
         raise Fault("bad_path", f"{name!r} is not valid Unicode") from error
     if len(encoded) > LONGEST_PATH:  # before any other reason: a picture as base64 may begin with a slash
         raise Fault("path_too_long", f"{name[:80]}... has {len(encoded):,} bytes; {LONGEST_PATH:,} are the most")
-    longest = max(map(len, encoded.split(os.fsencode(os.sep))))
-    if longest > LONGEST_NAME:
-        raise Fault("path_too_long", f"{name[:80]}... has a name of {longest} bytes; {LONGEST_NAME} is the most")
 
 
 def _folded(name: str) -> str:

@@ -76,7 +76,7 @@ class Medium(ABC):
     column: ClassVar[str]
     feature: ClassVar[Any]
     suffixes: ClassVar[tuple[str, ...]]
-    names: ClassVar[list[str]]
+    names: ClassVar[tuple[str, ...]]
     holders: ClassVar[tuple[str, ...]]
     templates: ClassVar[tuple[str, ...]]
     unused: ClassVar[tuple[str, ...]] = ()
@@ -124,10 +124,10 @@ class Image(Medium):
         *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
         *(".ppm", ".pgm", ".avif", ".heic", ".heif", ".jp2"),
     )
-    names: ClassVar[list[str]] = [
+    names: ClassVar[tuple[str, ...]] = (
         *("image", "image_path", "image_file", "filepath", "file_path", "file_name", "filename", "path"),
         *("img", "img_path", "picture", "photo", "jpg", "jpeg", "png", "webp"),
-    ]
+    )
     holders = ("image",)
     templates = ("a photo of a {}.", "a picture of a {}.", "an image of a {}.")
     unused: ClassVar[tuple[str, ...]] = ("clip_frames",)
@@ -140,7 +140,8 @@ class Image(Medium):
     def features(self, shown: Tensor) -> Tensor:
         """Return normalised colours; converted first, as subtracting mixed types takes 3 times as long."""
         # Of bytes: colours scaled to 0..1 first would take another pass, and differ by up to 5e-7.
-        mean, std = (_on_bytes(tuple(values), shown.device) for values in (self.mean, self.std))
+        mean = _on_bytes(tuple(self.mean), shown.device)
+        std = _on_bytes(tuple(self.std), shown.device)
         return functional.normalize(shown.float(), mean, std, inplace=True)
 
     @property
@@ -172,7 +173,7 @@ class Clip(Image):
         *(".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp", ".ogv"),
         ".gif",
     )
-    names: ClassVar[list[str]] = ["video", "video_path", "video_file", "clip", "gif"]
+    names = ("video", "video_path", "video_file", "clip", "gif")
     holders = ("clip",)
     templates = ("a video of a {}.", "a clip of a {}.", "a recording of a {}.")
     unused = ()
@@ -218,7 +219,7 @@ class Sound(Medium):
     suffixes = (
         *(".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".aif", ".aiff", ".au", ".wma", ".amr"),
     )
-    names: ClassVar[list[str]] = ["audio", "audio_path", "audio_file", "sound", "wav", "speech"]
+    names = ("audio", "audio_path", "audio_file", "sound", "wav", "speech")
     holders = ("sound", "clip")
     templates = ("the sound of a {}.", "a recording of a {}.", "this is the sound of a {}.")
     unused = ("clip_frames", "horizontal_flip")
@@ -336,8 +337,10 @@ def squares(
 def _random_box(width: int, height: int, min_area: float, rng: random.Random) -> tuple[int, int, int, int]:
     side = min(width, height) * rng.uniform(min_area, 1) ** 0.5
     stretch = min(max(rng.uniform(3 / 4, 4 / 3) ** 0.5, side / height), width / side)
-    across, down = (max(1, round(length)) for length in (side * stretch, side / stretch))
-    left, top = (round(rng.uniform(0, room)) for room in (width - across, height - down))
+    across = max(1, round(side * stretch))
+    down = max(1, round(side / stretch))
+    left = round(rng.uniform(0, width - across))
+    top = round(rng.uniform(0, height - down))
     return left, top, left + across, top + down
 
 
@@ -349,7 +352,7 @@ def vary_loudness(samples: np.ndarray, rate: int, decibels: float, rng: random.R
     """
     from scipy.fft import irfft, next_fast_len, rfft
 
-    whole, *points = (rng.uniform(-decibels, decibels) for _ in range(1 + rng.randint(*_KNOTS)))
+    whole, *points = [rng.uniform(-decibels, decibels) for _ in range(1 + rng.randint(*_KNOTS))]
     size = next_fast_len(len(samples), real=True)
     mel = np.log1p(np.linspace(0, rate / 2, size // 2 + 1) / 700)  # up to a factor
     curve = np.interp(mel, np.linspace(0, mel[-1], len(points)), points) + whole

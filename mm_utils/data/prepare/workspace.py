@@ -49,7 +49,7 @@ def parse_source(item: str, paths: PathArguments | None = None) -> Source:
     known = [each.name for each in dataclasses.fields(Source) if each.name not in internal]
     values: dict[str, Any] = {"path": path.strip(), "paths": paths or PathArguments()}
     for part in rest:
-        key, equals, value = (text.strip() for text in part.partition("="))
+        key, equals, value = map(str.strip, part.partition("="))
         if not equals:
             raise ValueError(rf"--sources has {item}; '{key}' is not key=value. Write a comma in a path as '\,'.")
         if key in values:

@@ -382,9 +382,9 @@ def least_held_out(images: int) -> int:
     return min(HOLDOUT_LEAST, images // 5)
 
 
-def count_held_out(images: int) -> int:
+def count_held_out(images: int, most: int = HOLDOUT_MOST) -> int:
     """Return how many images training holds out of so many, if there is no validation split."""
-    return min(HOLDOUT_MOST, max(1, least_held_out(images), round(HOLDOUT_FRACTION * images)))
+    return min(most, max(1, least_held_out(images), round(HOLDOUT_FRACTION * images)))
 
 
 def too_few(rows: int, kind: str, split: str = "The validation split", figure: str = "recall") -> str:
@@ -421,7 +421,8 @@ def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> se
 def hold_out(rows: Dataset, keys: Sequence[str], classes: Mapping[str, str] | None = None) -> tuple[Dataset, Dataset]:
     """Divide rows into those to train on and those that are held out, by the key of each row; see `held_out`."""
     held = held_out(list(dict.fromkeys(keys)), classes)
-    kept, out = ([row for row, key in enumerate(keys) if (key in held) is inside] for inside in (False, True))
+    kept = [row for row, key in enumerate(keys) if key not in held]
+    out = [row for row, key in enumerate(keys) if key in held]
     return rows.select(kept), rows.select(out)
 
 

@@ -12,7 +12,7 @@ from mm_utils.arguments import load_own
 from mm_utils.data.faults import Fault
 from mm_utils.data.paths import SQLITE_SUFFIXES
 from mm_utils.data.rows.annotations import format_of, read_coco, read_flickr, read_karpathy
-from mm_utils.data.rows.columns import SUFFIXES, set_medium, tell_once
+from mm_utils.data.rows.columns import SUFFIXES, kind_of_value, set_medium, tell_once
 from mm_utils.data.rows.folders import CAPTION_SUFFIXES, MEDIA_SUFFIXES, TABLES, Unread, is_service, walk
 from mm_utils.data.rows.media_folders import read_caption_files, read_classes
 from mm_utils.data.rows.records import BadRow, RecordBuilder, Records
@@ -277,11 +277,8 @@ def _medium_of_folder(source: Source) -> str:
 def kinds_of_folder(folder: Path) -> dict[str, int]:
     """Count the first media of a folder by the kind that their names tell; a GIF is an image here, not a clip."""
     names = (name for _, names in walk(str(folder)) for name in names if name.lower().endswith(MEDIA_SUFFIXES))
-    suffixes = Counter(os.path.splitext(name)[1].lower() for name in islice(names, _LOOKED_AT))
-    counts = {
-        kind: sum(suffixes[each] for each in own if kind != "clip" or each != ".gif") for kind, own in SUFFIXES.items()
-    }
-    return {kind: count for kind, count in counts.items() if count}
+    counts = Counter(map(kind_of_value, islice(names, _LOOKED_AT)))
+    return {kind: counts[kind] for kind in SUFFIXES if counts[kind]}
 
 
 def _of_file(path: Path, source: Source) -> str:

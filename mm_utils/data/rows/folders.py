@@ -108,25 +108,16 @@ def walk(folder: str, unread: Unread | None = None) -> Iterator[tuple[str, list[
     """
     unread = unread or Unread()
     failed: list[OSError] = []
-
-    def note_failures() -> None:
-        unread.faults += (file_fault(error, os.path.relpath(str(error.filename), folder)) for error in failed)
-        failed.clear()
-
     for place, inside, names in os.walk(folder, onerror=failed.append):
-        note_failures()
-        for name in sorted(inside):
+        for name in sorted([*inside, *names]):
             path = os.path.relpath(os.path.join(place, name), folder)
-            if is_service(name):
+            if is_service(name) and (name in inside or name.lower().endswith(MEDIA_SUFFIXES)):
                 unread.add("hidden", path)
-            elif os.path.islink(os.path.join(place, name)):
+            elif name in inside and os.path.islink(os.path.join(place, name)):
                 unread.faults.append(Fault("linked_folder", path))
         inside[:] = sorted(name for name in inside if not is_service(name))
-        for name in sorted(names):
-            if is_service(name) and name.lower().endswith(MEDIA_SUFFIXES):
-                unread.add("hidden", os.path.relpath(os.path.join(place, name), folder))
         yield place, sorted(name for name in names if not is_service(name))
-    note_failures()
+    unread.faults += (file_fault(error, os.path.relpath(str(error.filename), folder)) for error in failed)
 
 
 def own_files(folder: str, suffixes: tuple[str, ...], allow_outside: bool, title: str, unread: Unread) -> list[str]:

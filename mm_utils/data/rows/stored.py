@@ -89,7 +89,8 @@ def is_saved(folder: Path) -> bool:
 
 def check_image_files(rows: Dataset, title: str, jail: Jail) -> None:
     """Raise ValueError, begun by `title`, if an image is a file that the jail refuses."""
-    contents, paths = (pc.struct_field(rows.data.column("image"), name) for name in ("bytes", "path"))
+    contents = pc.struct_field(rows.data.column("image"), "bytes")
+    paths = pc.struct_field(rows.data.column("image"), "path")
     for path in paths.filter(pc.is_null(contents)).to_pylist() if contents.null_count else ():
         try:
             image_path(path, jail)

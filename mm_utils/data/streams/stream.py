@@ -39,7 +39,7 @@ from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.faults import REASONS
 from mm_utils.data.paths import SHARDS, shard_kind
 from mm_utils.data.prepare.ingest import stored_hash
-from mm_utils.data.rows.columns import least_held_out, split_of_path
+from mm_utils.data.rows.columns import count_held_out, split_of_path
 from mm_utils.data.rows.detect import refuse_unread
 from mm_utils.data.rows.folders import Unread, own_files
 from mm_utils.data.rows.source import Source
@@ -54,9 +54,8 @@ logger = logging.getLogger(__name__)
 GROUPS = 64
 BLOCK = 256  # rows of a shard are shuffled among themselves in blocks
 SHARDS_PER_GROUP = 4  # a group of several shards reads them in another order in every epoch
-HELD_OUT = 1000
-HELD_OUT_SHARE = 0.05
-HELD_OUT_SHARDS = 50  # rows; share of all rows; from how many files
+HELD_OUT = 1000  # rows at most
+HELD_OUT_SHARDS = 50  # files that they are from, at most
 
 
 @dataclass
@@ -176,7 +175,7 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
 def _hold_out(files: list[Shard]) -> tuple[list[Shard], list[Shard]]:
     """Return the first rows of some files, spread over all of them, and the rest of all files."""
     total = sum(file.rows for file in files)
-    count = min(HELD_OUT, max(1, least_held_out(total), round(HELD_OUT_SHARE * total)))
+    count = count_held_out(total, HELD_OUT)
     sources = min(HELD_OUT_SHARDS, count, len(files))
     held = [0] * len(files)
     for part in range(sources):

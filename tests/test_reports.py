@@ -18,7 +18,7 @@ def card(**changes: object) -> CardInfo:
     values: dict[str, object] = {
         "name": "tiny-retriever",
         "about": encoders(["google/vit", "bert-base-uncased"], [False, True], "image"),
-        "usage": search_code("me/tiny-retriever", "image", True, "VisionTextDualEncoderModel"),
+        "usage": search_code("me/tiny-retriever", "image", True, "VisionTextDualEncoderModel", "a dog"),
         "medium": "image",
         "dataset_name": "me/pairs",
         "dataset_rows": {"train": 29000, "validation": 1000},
@@ -40,13 +40,13 @@ def card(**changes: object) -> CardInfo:
 @pytest.mark.parametrize(
     ("medium", "column", "call"),
     [
-        ("image", "image", 'model.encode(images=pictures, texts=["something red"])'),
-        ("clip", "video", 'model.encode(clips=clips, texts=["something turns red"])'),
-        ("sound", "audio", 'model.encode(sounds=sounds, texts=["a low tone"])'),
+        ("image", "image", 'model.encode(images=pictures, texts=["a \\"dog\\""])'),
+        ("clip", "video", 'model.encode(clips=clips, texts=["a \\"dog\\""])'),
+        ("sound", "audio", 'model.encode(sounds=sounds, texts=["a \\"dog\\""])'),
     ],
 )
 def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path: Path) -> None:
-    about, usage = encoders(["a", "b"], [False, False], medium), search_code("m", medium, False, "")
+    about, usage = encoders(["a", "b"], [False, False], medium), search_code("m", medium, False, "", 'a "dog"')
     path = write_model_card(
         tmp_path, card(medium=medium, about=about, usage=usage, tags=(f"{column}-text-retrieval",))
     )
@@ -55,6 +55,7 @@ def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path
     code = text.partition("```python\n")[2].partition("```")[0]
     compile(code, "card", "exec")
     assert call in code
+    assert f"`eval_text_to_{medium}_recall@1`" in text
     if medium != "image":
         assert not {"image", "images", "pictures"} & set(re.findall(r"[a-z]+", text.partition("## Results")[0]))
 
@@ -65,7 +66,7 @@ def test_card_shows_any_text_literally(tmp_path: Path) -> None:
     given: dict[str, object] = dict.fromkeys(texts, hostile) | {"environment": {"hardware": hostile}}
     given |= {
         "about": encoders([hostile, hostile], [False, False], "image"),
-        "usage": search_code(hostile, "image", True, ""),
+        "usage": search_code(hostile, "image", True, "", hostile),
     }
     given |= {"dataset_rows": {hostile: 3}, "metrics": {hostile: 0.5}, "base_models": [hostile]}
     hyperparameters = {"caption": hostile, hostile: 1, "empty": "", "none": None}
@@ -98,7 +99,7 @@ def test_card_holds_no_secret_and_no_folder_of_the_machine(tmp_path: Path, monke
         hyperparameters=values,
         table_note=f"see {place}",
         base_models=[place],
-        usage=search_code(place, "image", True, ""),
+        usage=search_code(place, "image", True, "", "a dog"),
     )
     text = write_model_card(tmp_path, planted).read_text(encoding="utf-8")
     assert [secret for secret in ("Plain", "0123456789abcdef", TOKEN[3:]) if secret in text] == []

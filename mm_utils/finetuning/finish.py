@@ -112,7 +112,7 @@ def classification_card(
 
 def usage(name: str, medium: str, inputs: str) -> str:
     """Return code that classifies and runs as pasted, in any folder."""
-    media, files, _ = EXAMPLES[medium]
+    media, files = EXAMPLES[medium]
     texts = "" if inputs == "image" else f', ["a text"] * len({media})'
     return f"""\
 from pathlib import Path

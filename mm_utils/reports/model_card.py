@@ -15,10 +15,10 @@ from mm_utils.data.media import COLUMNS
 from mm_utils.files import optional_file
 from mm_utils.text import markdown_table, markdown_text, printable, publishable, redact, without_secrets
 
-EXAMPLES = {  # of code: the folder of a person's files, which files, and a text
-    "image": ("pictures", "*.jpg", "something red"),
-    "clip": ("clips", "*.mp4", "something turns red"),  # pip install av
-    "sound": ("sounds", "*.wav", "a low tone"),
+EXAMPLES = {  # of code: the folder of a person's files, and which files
+    "image": ("pictures", "*.jpg"),
+    "clip": ("clips", "*.mp4"),  # pip install av
+    "sound": ("sounds", "*.wav"),
 }
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
 
@@ -39,7 +39,7 @@ class CardInfo:
         table, table_note: titles and rows of the results, and a sentence below them.
         metrics: all metrics by name.
         environment: the hardware, the precision and the number of processes.
-        hyperparameters: the arguments that differ from their defaults.
+        hyperparameters: the arguments that were given or differ from their defaults.
         pipeline_tag: a pipeline that takes the model; None if there is none.
         datasets, base_models: the training data, and what training started from, on the Hub.
     """
@@ -66,7 +66,11 @@ class CardInfo:
 def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     """Write ``README.md`` into `output_dir`, with the pictures that exist; return its path."""
     titles, rows = card.table
-    metrics = [[_code(name), f"{value:.4g}"] for name, value in card.metrics.items() if not name.endswith("_spread")]
+    metrics = [
+        [_code(name.replace("image", card.medium)), f"{value:.4g}"]
+        for name, value in card.metrics.items()
+        if not name.endswith("_spread")
+    ]
     hyperparameters = without_secrets(card.hyperparameters, publishable)
     pictures = {"Training curves": "training.png", "Retrieved {}s": "retrieval.png"}
     parts = [
@@ -93,7 +97,7 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
             ["setting", "value"], [[_text(k), _text(v)] for k, v in {**card.environment, **library_versions()}.items()]
         ),
         _details(
-            "Arguments that differ from the defaults",
+            "Arguments that were given or differ from the defaults",
             markdown_table(["name", "value"], [[_code(k), _code(v)] for k, v in hyperparameters.items()]),
         ),
         "## Limitations",
@@ -152,15 +156,16 @@ def quoted(name: str) -> str:
     return json.dumps(name, ensure_ascii=False)
 
 
-def search_code(name: str, medium: str, has_fusion: bool, dual_encoder: str) -> str:
+def search_code(name: str, medium: str, has_fusion: bool, dual_encoder: str, text: str) -> str:
     """Return code that searches; it runs as pasted where the model's name leads to it.
 
     Args:
         name: the model: its folder, or its repository on the Hub.
         dual_encoder: the class in the folder `dual_encoder/`, "" without one.
+        text: what is searched for.
     """
     stock = f", {dual_encoder}" if dual_encoder else ""
-    media, files, text = EXAMPLES[medium]
+    media, files = EXAMPLES[medium]
     code = f"""\
 from pathlib import Path
 
@@ -171,7 +176,7 @@ model = AutoModel.from_pretrained(folder, trust_remote_code=True)  # its code co
 
 # Embed your own {media} and a text: vectors of length 1.
 {media} = sorted(Path("{media}").glob("{files}"))
-{medium}_embeds, text_embeds = model.encode({medium}s={media}, texts=["{text}"])
+{medium}_embeds, text_embeds = model.encode({medium}s={media}, texts=[{quoted(text)}])
 
 # Search: the cosine of the text with every {media[:-1]}, the best first.
 cosine = model.similarity(text_embeds, {medium}_embeds)[0]
@@ -181,7 +186,7 @@ for place in cosine.argsort(descending=True)[:5].tolist():
         code += f"""
 
 # Re-rank: the fusion head reads the text and each of the best {media} together.
-print("re-ranked:", [{media}[place].name for place, score in model.rerank("{text}", {media})])"""
+print("re-ranked:", [{media}[place].name for place, score in model.rerank({quoted(text)}, {media})])"""
     if dual_encoder:
         code += f"""
 

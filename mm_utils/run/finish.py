@@ -112,7 +112,7 @@ def retrieval_card(trained: Trained, split: Embeddings, gain: Gain, argv: Sequen
         trained,
         argv,
         about=f"{about} It finds {medium}s for a text and texts for {an(medium)}.",
-        usage=search_code(trained.name, medium, has_fusion, dual_encoder),
+        usage=search_code(trained.name, medium, has_fusion, dual_encoder, example_text(data)),
         medium=medium,
         table=(["recall among the first", *map(str, CUTOFFS)], retrieval_rows(shown, split, queries, medium, gain)),
         table_note=" ".join(filter(None, note)),
@@ -196,7 +196,9 @@ def run_card(trained: Trained, argv: Sequence[str] | None, **values: Any) -> Car
         metrics=trained.metrics,
         datasets=[trained_on] if trained_on and not Path(trained_on).exists() else [],
         hyperparameters={
-            name: value for name, value in run.settings.items() if value not in (None, defaults.get(name))
+            name: value
+            for name, value in run.settings.items()
+            if value is not None and (value != defaults.get(name) or trained.given.is_given(name))
         },
         environment={
             "hardware": device_name(accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),
@@ -345,12 +347,16 @@ def next_commands(trained: Trained) -> list[str]:
         commands.append(launch_command("finetune", ["--model_name_or_path", str(folder)]))
     index = f"{folder.resolve() if folder.name in ('', '..') else folder}-index"
     rows = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples"])
+    words = ["--model_name_or_path", str(folder), *rows, "--index_dir", index]
+    found = ["--index_dir", index, "--query", example_text(data)]
+    return [*commands, launch_command("embed", words), launch_command("search", found, python())]
+
+
+def example_text(data: TrainingData) -> str:
+    """Return a caption of the validation split to search for, one of the shortest, in at most twelve words."""
     some = data.splits["validation"].select_columns(["captions"])[:20]["captions"]
     shortest = min((text for captions in some for text in captions), key=len)  # it is shown whole
-    query = printable(" ".join(shortest.split()[:_WORDS])).lstrip("-")
-    words = ["--model_name_or_path", str(folder), *rows, "--index_dir", index]
-    found = ["--index_dir", index, "--query", query]
-    return [*commands, launch_command("embed", words), launch_command("search", found, python())]
+    return printable(" ".join(shortest.split()[:_WORDS])).lstrip("-")
 
 
 def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) -> str:

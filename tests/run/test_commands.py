@@ -26,6 +26,7 @@ from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.recall_table import independent_queries
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.plots import RetrievalExample
+from mm_utils.reports.model_card import quoted
 from mm_utils.run import finish
 from mm_utils.run.finish import evaluation_command
 from scripts import pretrain
@@ -140,7 +141,10 @@ def test_the_code_of_the_card_names_no_folder_of_the_machine_and_runs_with_its_p
     trained: Finished, tmp_path: Path
 ) -> None:
     """`tests/scripts/test_finetune.py` runs that of a classifier's card."""
-    [search] = re.findall(r"```python\n(.*?)\n```", (trained.folder / "README.md").read_text(), re.DOTALL)
+    card = (trained.folder / "README.md").read_text()
+    [search] = re.findall(r"```python\n(.*?)\n```", card, re.DOTALL)
+    assert "| `vision_config` | `tiny` |" in card
+    assert f"texts=[{quoted(parsed(next_commands(trained)[-1])[1][-1])}]" in search
     search = search.replace('folder = "out/my model"', f'folder = "{trained.folder.resolve()}"')
     (tmp_path / "pictures").mkdir()
     for colour in ("red", "green", "blue"):

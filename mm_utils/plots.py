@@ -113,8 +113,6 @@ def plot_training(metrics_path: Path, out_path: Path, gain: "Gain | None" = None
             _label_ends(ax, _draw_lines(ax, terms, {**names, "eval_loss": "validation"}))
             continue
         figures = {name: series[name] for name in _JUDGED[title] if name in series}
-        if figures.get("eval_rerank_mean_recall") == figures.get("eval_mean_recall"):  # a head that reorders nothing
-            figures.pop("eval_rerank_mean_recall", None)
         if any(len(steps) > 1 for steps, _ in figures.values()):
             _draw_judged(ax, figures, _JUDGED[title], gain)
         else:
@@ -175,11 +173,18 @@ def _interval(gain: "Gain") -> str:
 
 
 def _draw_lines(ax: Axes, series: dict[str, Points], labels: dict[str, str]) -> list[tuple[float, str, str]]:
-    """Draw a line for each name, of many values their running mean; return the last values, with their labels and colours."""
+    """Draw a line for each name, of many values their running mean; return the last values, with their labels and colours.
+
+    Of lines that coincide one is drawn, and its label has all names.
+    """
+    drawn: dict[Any, list[str]] = {}
+    for name, (steps, values) in series.items():
+        drawn.setdefault((*steps, *map(_figure, values)), []).append(name)
     ends = []
-    for place, (name, (steps, values)) in enumerate(series.items()):
-        color = COLORS[place % len(COLORS)]
-        shown = np.asarray(values)
+    for place, names in enumerate(drawn.values()):
+        label = ", ".join(labels.get(name, "") for name in names)
+        steps, values = series[names[0]]
+        color, shown = COLORS[place % len(COLORS)], np.asarray(values)
         if (half := len(values) // 50) >= 2:
             ax.plot(steps, values, linewidth=0.7, alpha=0.25, color=color)
             sums = np.cumsum([0.0, *values])
@@ -188,8 +193,9 @@ def _draw_lines(ax: Axes, series: dict[str, Points], labels: dict[str, str]) -> 
             end = np.minimum(len(values), at + half + 1)
             shown = (sums[end] - sums[first]) / (end - first)
         ax.plot(steps, shown, linewidth=1.8, color=color, marker="o" * (len(steps) < 30), markersize=3.5)
-        ends.append((float(shown[-1]), f"{labels.get(name, '')} {_figure(shown[-1])}".strip(), color))
+        ends.append((float(shown[-1]), wrap(f"{label} {_figure(shown[-1])}", 24, 3), color))
     every = np.concatenate([values for _, values in series.values()])
+    ax.set_xlabel("step", fontsize=8, color=MUTED, labelpad=2)
     ax.set_ylim(min(0.0, 1.1 * float(every.min())), max(1.1 * float(every.max()), 1e-9))
     return ends
 

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
+from mm_utils.plots import RetrievalExample, _draw_lines, draw_retrieval, new_figure, plot_training
 from mm_utils.reports.model_card import CardInfo, encoders, search_code, write_model_card
 
 TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
@@ -131,6 +131,14 @@ def test_a_picture_has_the_panels_that_have_values(rows: list[object], panels: s
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert ", ".join(plot_training(tmp_path / "metrics.jsonl", tmp_path / "training.png")) == panels
     assert (tmp_path / "training.png").exists() == bool(panels)
+
+
+def test_lines_that_coincide_are_drawn_once() -> None:
+    ax = new_figure(2, 2).add_subplot()
+    series = {"a": ([1, 2], [0.5, 0.6]), "b": ([1, 2], [0.5, 0.60001]), "c": ([1, 2], [0.5, 0.7])}
+    ends = _draw_lines(ax, series, {name: name for name in series})
+    assert [label for _, label, _ in ends] == ["a, b 0.600", "c 0.700"]
+    assert (len(ax.lines), ax.get_xlabel()) == (2, "step")
 
 
 def test_a_full_disk_costs_the_picture_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -153,7 +153,7 @@ def _summary(
         words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]
         words += to_words(EvaluatedDataArguments, run.settings, ["max_train_samples", "caption_column"])
         commands.append(launch_command("eval_zero_shot", words + to_words(LabelArguments, run.settings)))
-        if (folder := run.settings["dataset_name"]) and Path(folder).is_dir():
-            own = ["--model_name_or_path", str(run.output_dir), "--images", folder]
-            commands.append(launch_command("embed", [*own, "--output_file", f"{run.output_dir}-classes.csv"]))
+        new = f"FOLDER_OF_NEW_{model.config.medium.upper()}S"
+        words = ["--model_name_or_path", str(run.output_dir), "--images", new]
+        commands.append(launch_command("embed", [*words, "--output_file", f"{run.output_dir}-classes.csv"]))
     return [*lines, *closing_lines(trained, commands)]

@@ -84,9 +84,11 @@ def test_a_folder_per_class(sound_model: str, tmp_path: Path, caplog: pytest.Log
                 path = tmp_path / "media" / split / name / f"{number}.wav"
                 path.write_bytes(tone(hertz + 20 * number, each=0.4))
     data = ["--model_name_or_path", sound_model, "--dataset_name", str(tmp_path / "media")]
-    metrics = finetune.main(
-        [*data, *SHORT, "--learning_rate", "1e-3", "--max_steps", "48", "--output_dir", str(tmp_path / "out")]
-    )
+    with caplog.at_level("INFO"):
+        metrics = finetune.main(
+            [*data, *SHORT, "--learning_rate", "1e-3", "--max_steps", "48", "--output_dir", str(tmp_path / "out")]
+        )
+    assert "--images FOLDER_OF_NEW_SOUNDS --output_file" in caplog.text
     assert metrics["eval_accuracy"] == 1.0
     (tmp_path / "media/0.wav").write_bytes(b"RIFF")
     table = tmp_path / "new/classes.csv"

@@ -34,7 +34,7 @@ from tests.kit.processes import ROOT
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-MADE_BY = re.compile(r"made at commit \w+ by `[^`]+`, which was removed", re.IGNORECASE)
+MADE_BY = re.compile(r"made by an earlier version with `[^`]+`, which was removed", re.IGNORECASE)
 
 
 STARTS = r"(?:[A-Z_]+=\S+ )*(?:accelerate launch|python|torchrun|pip) "

@@ -295,8 +295,7 @@ def parse_args(
             words, return_remaining_strings=True, look_for_args_file=False
         )
         parsed = parsed[: len(arg_classes)]
-        _check_ranges(parsed)
-        _check_empty(parsed, {*named, *in_config})
+        _check_values(parsed, {*named, *in_config})
     except ValueError as error:
         if passes_own_code(error):  # which a flag names
             raise
@@ -337,16 +336,17 @@ def _entries(config: str | None, recipe: str | None, without: Collection[str]) -
         yield from ((key, entry, file or "") for key, entry in entries.items() if key not in left_out)
 
 
-def _check_ranges(parsed: Sequence[Any]) -> None:
-    """Raise ValueError for a number outside of its flag's bounds; NaN is outside of all."""
-    pairs = [(args, field) for args in parsed for field in dataclasses.fields(args)]
-    for holder, field in pairs:
-        value = getattr(holder, field.name)
-        flag = field.metadata["help"]
-        if not isinstance(value, (int, float)) or flag.least <= value <= flag.most:
-            continue
-        bound = f"at most {flag.most:,}" if value > flag.most else f"at least {flag.least:,}"
-        raise ValueError(f"--{field.name} is {value}; give {bound}.")
+def _check_values(parsed: Iterable[Any], given: Collection[str]) -> None:
+    """Raise ValueError for a number outside of its flag's bounds, as NaN is, and for a text that is given and empty."""
+    for holder in parsed:
+        for field in dataclasses.fields(holder):
+            value = getattr(holder, field.name)
+            flag = field.metadata["help"]
+            if value == "" and field.name in given:  # as a variable of the shell that is not set would be
+                raise ValueError(f"--{field.name} is empty. Give a value, or leave the flag out.")
+            if isinstance(value, (int, float)) and not flag.least <= value <= flag.most:
+                bound = f"at most {flag.most:,}" if value > flag.most else f"at least {flag.least:,}"
+                raise ValueError(f"--{field.name} is {value}; give {bound}.")
 
 
 def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
@@ -381,14 +381,6 @@ def _set_default(parser: _Parser, known: Mapping[str, argparse.Action], key: str
         action.default, action.required = parser._get_values(action, words), False  # type: ignore[attr-defined]
     except argparse.ArgumentError as error:
         raise ValueError(f"{place}: {error}") from error
-
-
-def _check_empty(parsed: Iterable[Any], given: Collection[str]) -> None:
-    """Raise ValueError for a text that is given and empty, as a variable of the shell that is not set would be."""
-    for each in parsed:
-        for field in dataclasses.fields(each):
-            if field.name in given and getattr(each, field.name) == "":
-                raise ValueError(f"--{field.name} is empty. Give a value, or leave the flag out.")
 
 
 def _did_you_mean(word: str, known: Collection[str]) -> str:

@@ -54,7 +54,7 @@ from mm_utils.training.feature_cache import cache_features
 from mm_utils.training.optim import build_optimizer
 from mm_utils.training.starts import interpolate_weights, weights_of_start
 from mm_utils.training.trackers import Tracking
-from mm_utils.training.trainer import Trainer
+from mm_utils.training.trainer import Trainer, Training
 
 logger = logging.getLogger(__name__)
 
@@ -95,17 +95,9 @@ def main(
     # 4. Train.
     hub = HubPusher(run.output_dir, args.hub_model_id, args.hub_strategy) if args.push_to_hub else None
     tracking = Tracking(args.report_to, run.name, run.output_dir, run.settings)
-    trainer = Trainer(
-        args,
-        optimizer_args,
-        accelerator,
-        objective,
-        optimizer,
-        data,
-        measures,
-        all_callbacks(run, [hub, tracking, *callbacks]),
-        flags=given.learnt,
-    )
+    every = all_callbacks(run, [hub, tracking, *callbacks])
+    training = Training(args, optimizer_args, accelerator, data, measures, every, given.learnt)
+    trainer = Trainer(training, objective, optimizer)
     with Leaving(args.resume_command):
         metrics = trainer.train(resume_from)
 

@@ -63,7 +63,7 @@ from mm_utils.training.stages import remaining, stages_of
 from mm_utils.training.starts import has_baseline, initialise, interpolate_weights, weights_of_start
 from mm_utils.training.teacher import distill
 from mm_utils.training.trackers import Tracking
-from mm_utils.training.trainer import Trainer
+from mm_utils.training.trainer import Trainer, Training
 from mm_utils.training.warnings import CollapseWarning
 
 
@@ -85,7 +85,7 @@ def main(
     if given["dry_run"]:
         return dry_run(main, "pretrain", argv, given)
     run = start_run("pretrain", given)
-    args, accelerator = run.args, run.accelerator
+    args, accelerator, optimizer_args = run.args, run.accelerator, given[OptimizerArguments]
     recipe.announce()
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
@@ -123,11 +123,18 @@ def main(
 
     # 5. Train, first the encoders, then the fusion head.
     hub = HubPusher(run.output_dir, args.hub_model_id, args.hub_strategy) if args.push_to_hub else None
-    optimizer_args = given[OptimizerArguments]
     tracking = Tracking(args.report_to, run.name, run.output_dir, run.settings)
-    every = all_callbacks(run, [CollapseWarning(optimizer_args), hub, tracking, *callbacks])
     stages = stages_of(objective, args, optimizer_args.head_share, data.num_rows)
     compile_if_repaid(model, model_args.torch_compile, stages[-1].end, accelerator.device)
+    training = Training(
+        args,
+        optimizer_args,
+        accelerator,
+        data,
+        measures,
+        callbacks=all_callbacks(run, [CollapseWarning(optimizer_args), hub, tracking, *callbacks]),
+        flags=given.learnt,
+    )
     metrics: dict[str, float] = {}
     choices: list[str] = []
     with Leaving(args.resume_command):
@@ -140,18 +147,7 @@ def main(
                 device=accelerator.device,
                 has_baseline=is_model,
             )
-            trainer = Trainer(
-                args,
-                optimizer_args,
-                accelerator,
-                objective,
-                optimizer,
-                data,
-                measures,
-                every,
-                flags=given.learnt,
-                stage=stage,
-            )
+            trainer = Trainer(training, objective, optimizer, stage)
             metrics = trainer.train(None if choices else resume_from, is_model and not args.wise_ft, metrics)
             choices.append(trainer.choice)
             if trainer.ends_run:
@@ -160,16 +156,8 @@ def main(
         # 6. Finish: weights between start and end, pictures, model card, the next commands, push.
         if start is not None:
             model, metrics = interpolate_weights(start, model, data, measures, args, accelerator, retrieval)
-        trained = Trained(
-            run,
-            given,
-            data,
-            model,
-            stages,
-            metrics,
-            choice=" ".join(filter(None, choices)),
-            repository=hub.repository if hub else None,
-        )
+        repository = hub.repository if hub else None
+        trained = Trained(run, given, data, model, stages, metrics, " ".join(filter(None, choices)), repository)
         finish_run(trained, retrieval, argv, resumed=resume_from is not None)
         tracking.finish()
         push(hub, accelerator)

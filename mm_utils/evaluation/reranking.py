@@ -81,24 +81,6 @@ class DirectionRanks:
         return self.cosine_Q if self.reranked_Q is None else self.reranked_Q
 
 
-@dataclass
-class PairScores:
-    """The voices of pairs `[V, P]`, looked up by pair number: image x T + text."""
-
-    pairs: Tensor  # `[P]`, sorted when the object is made
-    scores: Tensor
-
-    def __post_init__(self) -> None:
-        order = self.pairs.argsort()
-        self.pairs = self.pairs[order]
-        self.scores = self.scores[:, order]
-
-    def __call__(self, wanted: Tensor) -> Tensor:
-        """Return the voices of the pairs `wanted`, `[V, ...]`; minus infinity if not scored."""
-        place = torch.searchsorted(self.pairs, wanted).clamp(max=len(self.pairs) - 1)
-        return self.scores[:, place].where(self.pairs[place] == wanted, -torch.inf)
-
-
 def combine(cosine_QK: Tensor, voices_VQK: Tensor, weight_FV: Tensor, key_Q: Tensor) -> Tensor:
     """Return scaled cosine + weighted voices `[Q, K]`, by each query's fold, without zeros."""
     weight_VQ1 = weight_FV.to(cosine_QK)[key_Q % FOLDS].T[..., None]
@@ -119,16 +101,6 @@ class Listed(NamedTuple):
         """Return the queries of one fold."""
         mine = self.group_Q % FOLDS == fold
         return Listed(self.cosine_QK[mine], self.voices_VQK[:, mine], self.right_QK[mine], self.group_Q[mine])
-
-
-def without_priors(candidates: dict[str, Listed], voice: int) -> dict[str, Listed]:
-    """Subtract from a voice, by text, the log of its mean probability among the text's K candidates: how probable the text is by itself."""
-    of_texts = candidates["text_to_image"]
-    of_images = candidates["image_to_text"]
-    prior_T = of_texts.voices_VQK[voice].logsumexp(1) - math.log(of_texts.voices_VQK.shape[2])
-    for found, prior in ((of_texts, prior_T[:, None]), (of_images, prior_T[of_images.item_QK])):
-        found.voices_VQK[voice] -= prior
-    return candidates
 
 
 def find_candidates(split: Embeddings, top_k: int, scale: float) -> dict[str, Listed]:
@@ -166,6 +138,34 @@ def rank_directions(
     return ranks
 
 
+def with_voices(
+    model: FusionDualEncoderModel,
+    split: Embeddings,
+    candidates: dict[str, Listed],
+    loader: Iterable,
+    accelerator: Accelerator,
+    voices: Sequence[str],
+) -> dict[str, Listed]:
+    """Return the candidates with the head's voices: each pair is scored once, see `score_pairs`.
+
+    From `caption`, the log of its mean probability among the text's K candidates is subtracted: how probable the text is by itself.
+    """
+    numbers = [found.pair_QK for found in candidates.values() if found.pair_QK is not None]
+    pairs, places = torch.cat([pair_QK.flatten() for pair_QK in numbers]).unique(return_inverse=True)
+    scores = score_pairs(model, split, pairs, loader, accelerator, voices)
+    parts = places.split([pair_QK.numel() for pair_QK in numbers])
+    scored = {}
+    for (name, found), part in zip(candidates.items(), parts, strict=True):
+        scored[name] = found._replace(voices_VQK=scores[:, part.view_as(found.cosine_QK)])
+    if "caption" in voices:
+        voice = list(voices).index("caption")
+        of_texts = scored["text_to_image"].voices_VQK[voice]
+        prior_T = of_texts.logsumexp(1) - math.log(of_texts.shape[1])
+        of_texts -= prior_T[:, None]
+        scored["image_to_text"].voices_VQK[voice] -= prior_T[scored["image_to_text"].item_QK]
+    return scored
+
+
 @torch.no_grad()
 def score_pairs(
     model: FusionDualEncoderModel,
@@ -173,14 +173,13 @@ def score_pairs(
     pairs: Tensor,
     loader: Iterable,
     accelerator: Accelerator,
-    voices: Sequence[str] = ("match",),
-) -> PairScores:
-    """Score pairs given as image x T + text, each once, and gather the scores on all ranks.
+    voices: Sequence[str],
+) -> Tensor:
+    """Return the voices `[V, P]` of different pairs given as image x T + text, in ascending order; the same on all ranks.
 
     Every rank scores the pairs of its own images, one share of images at a time. Pairs are sorted by text, so that a text is
     encoded once per share. The keys and values are removed from `split`, which was embedded from `loader`.
     """
-    pairs = pairs.unique()
     text_T2L = split.text_T2L
     scored = [pairs[:0]]
     scores = [torch.empty(0, len(voices), device=pairs.device)]
@@ -211,9 +210,8 @@ def score_pairs(
         del keys_values  # before the next share is encoded
     mine = torch.cat(scored)
     sizes = distributed.gather_sizes(len(mine), mine.device)
-    all_pairs = distributed.gather(mine, sizes)
-    all_scores = distributed.gather(torch.cat(scores), sizes)
-    return PairScores(all_pairs, all_scores.T)
+    order = distributed.gather(mine, sizes).argsort()
+    return distributed.gather(torch.cat(scores), sizes)[order].T
 
 
 def fit_weights(directions: list[Listed]) -> list[float]:

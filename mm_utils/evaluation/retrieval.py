@@ -23,9 +23,8 @@ from mm_utils.evaluation.reranking import (
     find_candidates,
     fit_weights,
     rank_directions,
-    score_pairs,
     stored_weights,
-    without_priors,
+    with_voices,
 )
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import own_name
@@ -43,10 +42,13 @@ class RetrievalEvaluator:
     candidates of each query.
 
     Args:
-        fits: fit the weights of re-ranking on this split, cross-fitted, and write them into the model's config.
+        fits: fit the weights of re-ranking on this split, cross-fitted, for `keep_weights`.
     """
 
     split: Embeddings  # of the last evaluation
+    weights: dict[str, float] | None = (
+        None  # of each voice of the head, as the last evaluation has fitted them; None if it has not
+    )
     reads_features = True  # it reads batches with the output of frozen towers in place of the media
 
     def __init__(self, args: EvaluationArguments | None = None, fits: bool = False):
@@ -57,73 +59,57 @@ class RetrievalEvaluator:
 
     def __call__(self, model: FusionDualEncoderModel, loader: Iterable, accelerator: Accelerator) -> dict[str, float]:
         """Evaluate `model` on the batches of `mm_utils.data.batches.loaders.Loaders.evaluation`."""
-        weights = self._weights(model) if self.args.rerank_top_k > 0 and model.fusion is not None else {}
+        weights: dict[str, float] = {}
+        if self.args.rerank_top_k > 0 and model.fusion is not None:
+            weights = dict.fromkeys(model.voices, 1.0) if self.fits else stored_weights(model)
+            if self.fits:
+                self.weights = dict.fromkeys(weights, 0.0)
+            elif not weights:
+                logger.info(describe_weights(model))
         device = accelerator.device
-        reranks = bool(weights)
         # On a GPU at most half of what is free.
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
-        room = min(1e9 * CACHE_GB, free / 2) if reranks else 0
+        room = min(1e9 * CACHE_GB, free / 2) if weights else 0
         self.split = split = embed_split(model, loader, accelerator, room)
         if split.skipped:
             logger.warning("%d images were left out of the evaluation: %s", len(split.skipped), split.skipped[:3])
-        scale = full_tensor(model.logit_scale.detach()).float().exp().item()
-        if reranks:
+        head = {}
+        if weights:
+            voices = list(weights)
+            scale = full_tensor(model.logit_scale.detach()).float().exp().item()
             candidates = find_candidates(split, self.args.rerank_top_k, scale)
-            listed = {name: found.pair_QK for name, found in candidates.items() if found.pair_QK is not None}
-            pairs = torch.cat([pair_QK.flatten() for pair_QK in listed.values()])
-            scores = score_pairs(model, split, pairs, loader, accelerator, list(weights))
-            candidates = {name: found._replace(voices_VQK=scores(listed[name])) for name, found in candidates.items()}
-            if "caption" in weights:
-                candidates = without_priors(candidates, list(weights).index("caption"))
+            candidates = with_voices(model, split, candidates, loader, accelerator, voices)
             weight_FV = torch.tensor([list(weights.values())] * FOLDS)
-            of_head = None
             if self.fits:
-                weight_FV, of_head = self._fit(model, split, candidates, list(weights))
-            self.directions = rank_directions(split, candidates, weight_FV)
+                weight_FV = self._fit(list(candidates.values()), voices)
+            of_head = self.directions = rank_directions(split, candidates, weight_FV)
+            if self.fits and not helps(of_head):
+                self.weights = dict.fromkeys(voices, 0.0)
+                self.directions = rank_directions(split, candidates, torch.zeros_like(weight_FV))
             # Heads are compared by what they add, also where that is within noise and re-ranking stays off.
-            judged = [ranks.best_Q for ranks in (of_head or self.directions).values()]
-            head = {"head_mean_recall": mean_recall(judged)}
+            head = {"head_mean_recall": mean_recall(ranks.best_Q for ranks in of_head.values())}
         else:
             self.directions = rank_directions(split)
-            head = {}
         self.first = self.first or {name: ranks.best_Q for name, ranks in self.directions.items()}
         others = {"image_spread": spread(split.image_ME), "text_spread": spread(split.text_TE)}
         return retrieval_metrics(split, self.directions) | head | others
 
-    def _weights(self, model: FusionDualEncoderModel) -> dict[str, float]:
-        """Return the voices to score pairs with, and their weights: 1 for those to be fitted."""
-        if self.fits:
-            model.config.rerank_weights = dict.fromkeys(model.voices, 0.0)
-            return dict.fromkeys(model.voices, 1.0)
-        if not (weights := stored_weights(model)):
-            logger.info(describe_weights(model))
-        return weights
-
-    def _fit(
-        self,
-        model: FusionDualEncoderModel,
-        split: Embeddings,
-        candidates: dict[str, Listed],
-        voices: list[str],
-    ) -> tuple[Tensor, dict[str, DirectionRanks]]:
-        """Write the weights fitted on the split into the config; return each fold's, `[F, V]`, and the ranks by what was fitted.
-
-        Where the head does not help beyond noise, weights are 0, and the ranks are still those by the head.
-        """
-        listed = list(candidates.values())
+    def _fit(self, listed: list[Listed], voices: list[str]) -> Tensor:
+        """Fit the weights on all of the split; return those of each fold, which are fitted on the others, `[F, V]`."""
         of_fold = []
         for fold in range(FOLDS):
             others = [one.of_fold(1 - fold) for one in listed]
             of_fold.append(fit_weights(others))
-        weights = fit_weights(listed)
-        weight_FV = torch.tensor(of_fold)
-        ranked = rank_directions(split, candidates, weight_FV)
-        if not helps(ranked):
-            weights = [0.0] * len(voices)
-            weight_FV = torch.zeros_like(weight_FV)
-        model.config.rerank_weights = dict(zip(voices, weights, strict=True))
-        logger.info(describe_weights(model))
-        return weight_FV, ranked
+        self.weights = dict(zip(voices, fit_weights(listed), strict=True))
+        return torch.tensor(of_fold)
+
+
+def keep_weights(model: FusionDualEncoderModel, evaluators: Iterable[Evaluate]) -> None:
+    """Write the weights of re-ranking that evaluators have fitted last, if one has, into the model's config."""
+    for evaluator in evaluators:
+        if isinstance(evaluator, RetrievalEvaluator) and evaluator.weights is not None:
+            model.config.rerank_weights = evaluator.weights
+            logger.info(describe_weights(model))
 
 
 def in_turn(*evaluators: Evaluate) -> Evaluate:

@@ -21,6 +21,7 @@ from transformers import ProcessorMixin
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.distributed import RunError
 from mm_utils.export.graphs import MOST_DIFFERENCE, OPSET, differences, graphs_of, trace, write_int8
+from mm_utils.files import writable_folder
 from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import markdown_table, markdown_text, publishable
@@ -46,10 +47,11 @@ run the job Smart Search for all images.""",
 
 
 def check_output(output_dir: str) -> None:
-    """Raise ValueError if there is something at the place of the export."""
+    """Raise ValueError if there is something at the place of the export, or nothing can be written there."""
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--output_dir is {output_dir}; it is not empty. Give a new folder, or remove this one.")
+    writable_folder(str(folder.parent), "--output_dir")
 
 
 def immich_width(width: int) -> int:

@@ -1,5 +1,6 @@
 """The callbacks of a run: those that every run has, those of `--callbacks`, and those of its script."""
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 
@@ -14,6 +15,8 @@ from mm_utils.run.start import Run
 from mm_utils.text import passes_own_code
 from mm_utils.training.callbacks import ProgressBar, Throughput
 
+logger = logging.getLogger(__name__)
+
 
 def own_callbacks(names: str | None) -> list[TrainerCallback]:
     """Return the callbacks that `--callbacks` names.
@@ -26,6 +29,10 @@ def own_callbacks(names: str | None) -> list[TrainerCallback]:
 
 
 def _made(kind: type[TrainerCallback], name: str) -> TrainerCallback:
+    if gone := {"on_start", "on_finish", "on_publish"}.intersection(dir(kind)):
+        logger.warning(
+            "--callbacks has %s; its %s is never called. Write on_train_begin, or what follows main.", name, min(gone)
+        )
     try:
         return kind()
     except TypeError as error:

@@ -34,7 +34,7 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.gained import read_log
 from mm_utils.evaluation.metrics import mean_gain
 from mm_utils.evaluation.reranking import DirectionRanks
-from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn
+from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn, keep_weights
 from mm_utils.files import append_rows, write_atomic
 from mm_utils.model.adapt import merged
 from mm_utils.model.encoding import vision_features
@@ -341,7 +341,9 @@ def interpolate_weights(
 
     def measure(alpha: float) -> dict[str, float]:
         model.load_state_dict(interpolate(start, end, alpha))
-        return in_turn(*evaluators)(model, loader, accelerator)
+        metrics = in_turn(*evaluators)(model, loader, accelerator)
+        keep_weights(model, evaluators)
+        return metrics
 
     metric = args.metric_for_best_model
     for alpha in ALPHAS:

@@ -16,9 +16,9 @@ manager is entered around training, and one that is `ExportableState` is stored 
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +33,7 @@ from mm_utils.checkpointing.files import remove_unfinished, set_aside, step_of
 from mm_utils.checkpointing.state import TrainingState, comparable
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room, remove_old_checkpoints
 from mm_utils.data.training_data import TrainingData
-from mm_utils.evaluation.retrieval import in_turn
+from mm_utils.evaluation.retrieval import Evaluate, in_turn, keep_weights
 from mm_utils.files import append_rows, truncate_rows
 from mm_utils.objectives.joint import Objective
 from mm_utils.reliability.signals import Interruption
@@ -46,31 +46,44 @@ from mm_utils.training.step import TrainStep
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Training:
+    """What the stages of a run share.
+
+    Attributes:
+        evaluators: called in turn with (model, loader, accelerator), they return metrics; none for no evaluation.
+        callbacks: any `transformers.TrainerCallback`.
+        flags: those that decide what is learnt, by name; a run that is resumed must have them as they were.
+    """
+
+    args: TrainingArguments
+    optimizer_args: OptimizerArguments
+    accelerator: Accelerator
+    data: TrainingData
+    evaluators: Sequence[Evaluate] = ()
+    callbacks: Sequence[TrainerCallback] = ()
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Trainer:
     """Train an objective on global batches. It is built from parts, in the open.
 
     Args:
         objective: the loss; called with (batch, step), it returns the value to optimise and the values to log.
         optimizer: an optimizer whose groups have a `peak_lr`.
-        evaluators: called in turn with (model, loader, accelerator), they return metrics; none for no evaluation.
-        callbacks: any `transformers.TrainerCallback`.
-        flags: those that decide what is learnt, by name; a run that is resumed must have them as they were.
         stage: the steps that are taken, what they train and what judges them; by default a whole run of all at once.
     """
 
     def __init__(
         self,
-        args: TrainingArguments,
-        optimizer_args: OptimizerArguments,
-        accelerator: Accelerator,
+        training: Training,
         objective: Objective,
         optimizer: torch.optim.Optimizer,
-        data: TrainingData,
-        evaluators: Sequence[Callable[..., dict[str, float]]] = (),
-        callbacks: Sequence[TrainerCallback] = (),
-        flags: Mapping[str, Any] | None = None,
         stage: Stage | None = None,
     ):
+        args = training.args
+        data = training.data
+        accelerator = training.accelerator
         self.steps = args.total_steps(data.num_rows)  # of all stages
         self.stage = stage = stage or stages_of(objective, args, 0.0, data.num_rows)[0]
         every = args.logging_steps if args.logging_steps >= 0 else min(10, -(-self.steps // 10))
@@ -81,9 +94,11 @@ class Trainer:
         self.data = data
         self.output_dir = Path(args.output_dir or ".")
         self.sizes = args.batch_sizes
-        self.objective, self.optimizer = prepare(args, accelerator, objective, optimizer, optimizer_args.max_grad_norm)
+        self.objective, self.optimizer = prepare(
+            args, accelerator, objective, optimizer, training.optimizer_args.max_grad_norm
+        )
         self.model = objective.model
-        self.evaluators = evaluators
+        self.evaluators = training.evaluators
         self.state = TrainerState(
             global_step=stage.begin,
             max_steps=stage.end,
@@ -91,12 +106,12 @@ class Trainer:
             is_local_process_zero=accelerator.is_local_main_process,
         )
         self.state.num_train_epochs = -(-self.sizes.before(self.state.max_steps) // data.num_rows)
-        self.step = TrainStep(args, optimizer_args, accelerator, self.objective, self.optimizer, stage)
+        self.step = TrainStep(args, training.optimizer_args, accelerator, self.objective, self.optimizer, stage)
         early = [EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else []
-        self.callbacks = CallbackRunner([*callbacks, *early], self._context, accelerator.device)
+        self.callbacks = CallbackRunner([*training.callbacks, *early], self._context, accelerator.device)
         self.signals = Interruption()
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
-        self.flags = comparable(flags or {})
+        self.flags = comparable(training.flags)
         self.captured = TrainingState(accelerator, self.output_dir, data.processor, objective, self.optimizer)
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
         self._evaluated_step = -1
@@ -281,13 +296,15 @@ class Trainer:
         return [*self.stage.ranked(self.state.log_history)[:1], self.stage.begin] if self.args.keeps_best else []
 
     def measure(self) -> dict[str, float]:
-        """Evaluate the current weights, without logging."""
+        """Evaluate the current weights, without logging; keep the weights of re-ranking that are fitted to them."""
         assert self.data.eval_loader is not None
         self.objective.eval()
         # Graphs for the shapes of an evaluation would take longer to compile than they save.
         with unsharded(self.objective), torch.compiler.set_stance("force_eager"):
             loader = self.data.eval_loader.with_check(self._check_stop_signal)
-            return in_turn(*self.evaluators)(self.model, loader, self.accelerator)
+            metrics = in_turn(*self.evaluators)(self.model, loader, self.accelerator)
+        keep_weights(self.model, self.evaluators)
+        return metrics
 
     def _evaluate_if_due(self, at_start: bool) -> dict[str, float]:
         """Do the evaluation due before the first step, or when a resumed run was stopped."""

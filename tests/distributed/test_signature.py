@@ -34,7 +34,7 @@ from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import OptimizerArguments, TrainingArguments
 from mm_utils.training.optim import NEW_RATE, OPTIMIZERS, build_optimizer
-from mm_utils.training.trainer import Trainer
+from mm_utils.training.trainer import Trainer, Training
 from tests.kit.processes import let_accelerate_find_ranks, run_on_ranks
 from tests.kit.stock_folders import write_stock
 
@@ -155,7 +155,7 @@ def train(
         **{"processor": processor, "eval_loader": None, "loaders": loaders, "order": order, "features": None},
     )
     start = earlier_run(root, GOES_ON[world], name, parts) / f"checkpoint-{STOP}" if resumed else None
-    Trainer(args, ADAM, accelerator, objective, optimizer, data).train(start)
+    Trainer(Training(args, ADAM, accelerator, data), objective, optimizer).train(start)
     return watched[-1].image_ids
 
 

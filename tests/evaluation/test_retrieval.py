@@ -20,7 +20,7 @@ from mm_utils.evaluation.embeddings import Embeddings, embed_split, image_shares
 from mm_utils.evaluation.gained import BEFORE, recall_gained
 from mm_utils.evaluation.metrics import summarise_ranks
 from mm_utils.evaluation.reranking import Listed, fit_weights, rank_directions
-from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
+from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn, keep_weights
 from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.validation_loss import ValidationLoss
 from tests.kit.processes import run_on_ranks
@@ -248,9 +248,12 @@ COUNT = 150
 
 
 def fitted(model: Any, top_k: int = 10) -> tuple[dict[str, float], dict[str, float]]:
-    """The metrics of a fit, and the weights that it leaves in the config."""
+    """The metrics of a fit, and its weights, which are kept by whoever asks for it and not by measuring."""
     evaluator = RetrievalEvaluator(EvaluationArguments(rerank_top_k=top_k), fits=True)
-    return evaluator(model, model.batches(50), ACCELERATOR), model.config.rerank_weights
+    metrics = evaluator(model, model.batches(50), ACCELERATOR)
+    assert model.config.rerank_weights is None
+    keep_weights(model, [evaluator])
+    return metrics, model.config.rerank_weights
 
 
 def noisy_model(truth: float, noise: float = 1.0) -> Any:
@@ -323,5 +326,7 @@ def test_a_fold_is_ranked_with_weights_that_did_not_see_it(monkeypatch: pytest.M
     monkeypatch.setattr(retrieval, "rank_directions", lambda *given: used.append(given[-1]) or combine(*given))
     _, weights = fitted(noisy_model(30.0))
     assert seen == [{1}, {0}, {0, 1}]
-    assert used[0].tolist() == used[1].tolist() == [[1.0], [2.0]]  # fold 0 with weights of fold 1, and the other way
+    assert [weights.tolist() for weights in used] == [
+        [[1.0], [2.0]]
+    ]  # fold 0 with weights of fold 1, and the other way
     assert weights == {"match": 3.0}

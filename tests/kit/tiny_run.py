@@ -26,7 +26,7 @@ from mm_utils.training.arguments import OptimizerArguments, TrainingArguments
 from mm_utils.training.callbacks import Throughput
 from mm_utils.training.optim import OPTIMIZERS, build_optimizer
 from mm_utils.training.stages import remaining, stages_of
-from mm_utils.training.trainer import Trainer
+from mm_utils.training.trainer import Trainer, Training
 from tests.kit.objectives import tiny_objective
 from tests.kit.processes import forks, let_accelerate_find_ranks
 
@@ -177,12 +177,9 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
     for stage in remaining(stages_of(objective, args, run.head_share, ROWS), checkpoint):
         stage.freeze_others(objective)
         optimizer = build_optimizer(objective.model, learning, pretrained=False, device=accelerator.device)
-        trainer = Trainer(
-            *(args, learning, accelerator, objective, optimizer, data),
-            evaluators=[lambda model, loader, _: _score(run, trainer, model, loader)],  # noqa: B023
-            callbacks=watching,
-            stage=stage,
-        )
+        measures = [lambda model, loader, _: _score(run, trainer, model, loader)]  # noqa: B023
+        training = Training(args, learning, accelerator, data, measures, watching)
+        trainer = Trainer(training, objective, optimizer, stage)
         yield trainer
 
 

@@ -152,7 +152,8 @@ OTHERS: dict[str, tuple[dict[str, Any], Callable[[], Dataset] | None, bool, bool
 def test_a_store_is_for_one_model_one_preprocessing_one_data_set_and_one_precision(
     rows: Dataset, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = cached(rows, frozen()), frozen()
+    first = cached(rows, frozen())
+    second = frozen()
     assert len(stores(own_cache)) == 2
     with monkeypatch.context() as patch:
         for name in ("vision_features", "text_features"):

@@ -5,7 +5,7 @@ Captions, ids and file names come from strangers: all show them as text, never a
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -36,6 +36,7 @@ CARD = "README.md"
 Summary = dict[str, Any]
 _SHARED = 3
 _SHOWN_PAIRS = 24
+_EXAMPLES = 3  # of a reason
 _FEW_GROUPS = 10  # of which a tenth is none
 _FEW_TRAINING = 300  # the README's "Start with 300"
 _FEW_NEIGHBOURS = 5  # rows outside train that are like one of train by chance
@@ -65,26 +66,32 @@ def summarize(
     splits, captions = measure(pairs)
     if all(source.format == "classes" for source in ingested.sources.values()):
         captions["shared"] = []  # as their templates are meant to be
-    by_reason: dict[str, list[dict[str, str]]] = defaultdict(list)
+    quarantined: dict[str, Summary] = {}
     for fault in ingested.faults + found.faults:
-        by_reason[fault["reason"]].append(fault)
+        reason = fault["reason"]
+        group = quarantined.setdefault(reason, {"count": 0, "explanation": REASONS[reason], "examples": []})
+        group["count"] += 1
+        if group["count"] <= _EXAMPLES:
+            group["examples"].append({name: fault[name] for name in ("source", "where", "detail")})
     summary = {
         "created": date.today().isoformat(),
         "settings": settings,
         "medium": found.facts["medium"][0].as_py(),
         "sources": [
-            {"name": name, "path": source.path, "format": source.format}
-            | {"rows": ingested.rows[name], "bad": ingested.bad[name], "kept": of_source[name]}
+            {
+                "name": name,
+                "path": source.path,
+                "format": source.format,
+                "rows": ingested.rows[name],
+                "bad": ingested.bad[name],
+                "kept": of_source[name],
+            }
             for name, source in ingested.sources.items()
         ],
         "splits": splits,
         "own_splits": found.facts["split"].null_count == 0,
         "ungrouped": {name: ungrouped[name] for name, source in ingested.sources.items() if source.group_column},
-        "quarantined": {
-            reason: {"count": len(faults), "explanation": REASONS[reason]}
-            | {"examples": [{name: fault[name] for name in ("source", "where", "detail")} for fault in faults[:3]]}
-            for reason, faults in sorted(by_reason.items(), key=lambda item: -len(item[1]))
-        },
+        "quarantined": dict(sorted(quarantined.items(), key=lambda item: -item[1]["count"])),
         "notes": dict(ingested.notes.most_common()),
         "duplicates": found.duplicates,
         "leakage": found.leakage,
@@ -136,17 +143,18 @@ def measure(pairs: DatasetDict) -> tuple[Summary, Summary]:
 
 def compare(pairs: DatasetDict, earlier: pa.Table) -> dict[str, int]:
     """Count the rows that are new, gone and kept since the `earlier_rows`, and those that are in another split."""
-    places = [np.zeros(0, np.int64)]
-    moved = 0
+    before = earlier["split"].to_pylist()
+    kept: list[tuple[str, int]] = []
     for split, rows in pairs.items():
         place_N = places_of(rows.select_columns(["id", "image_hash"]).with_format("arrow")[:], earlier)
-        known = place_N[place_N >= 0]
-        moved += sum(name != split for name in earlier["split"].take(known).to_pylist())
-        places.append(place_N)
-    place_N = np.concatenate(places)
-    kept = int(np.count_nonzero(place_N >= 0))
-    gone = len(earlier) - len(np.unique(place_N[place_N >= 0]))
-    return {"rows": len(earlier), "new": len(place_N) - kept, "gone": gone, "kept": kept, "moved": moved}
+        kept += ((split, place) for place in place_N.tolist() if place >= 0)
+    return {
+        "rows": len(earlier),
+        "new": sum(map(len, pairs.values())) - len(kept),
+        "gone": len(earlier) - len({place for _, place in kept}),
+        "kept": len(kept),
+        "moved": sum(before[place] != split for split, place in kept),
+    }
 
 
 def describe(summary: Summary, folder: str) -> str:
@@ -319,10 +327,11 @@ def _of_captions(captions: Summary, total: int, kind: str) -> Iterator[str]:
 
 
 def _table(rows: list[Summary]) -> str:
-    cells = [
-        [f"{value:,}" if isinstance(value, int) else markdown_text(value or "–") for value in row.values()]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        cells.append(
+            [f"{value:,}" if isinstance(value, int) else markdown_text(value or "–") for value in row.values()]
+        )
     return markdown_table(list(rows[0]), cells)
 
 

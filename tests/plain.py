@@ -21,7 +21,7 @@ ROOMS = (
     "run",
     "training",
 )
-FOLDERS = [f"mm_utils/{room}" for room in ROOMS] + [f"tests/{room}" for room in ROOMS]
+FOLDERS = [f"mm_utils/{room}" for room in (*ROOMS, "data", "search")] + [f"tests/{room}" for room in ROOMS]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 

@@ -114,7 +114,7 @@ class _Scene(NamedTuple):
     things: tuple[_Thing, ...]
 
     def group(self) -> str:
-        first, second, *third = (" ".join(thing) for thing in self.things)
+        first, second, *third = map(" ".join, self.things)
         return "; ".join([self.axis, self.side, *sorted([first, second]), *third])
 
     def twin(self) -> "_Scene":
@@ -187,7 +187,8 @@ def colour_questions(split: datasets.Dataset) -> Iterator[tuple[int, str, str]]:
 
 def _side(box: list[float], other: list[float]) -> str:
     """Return in words the side of `other` on which `box` lies, by the larger distance of the centres."""
-    across, down = ((box[axis] + box[axis + 2] / 2) - (other[axis] + other[axis + 2] / 2) for axis in (0, 1))
+    across = (box[0] + box[2] / 2) - (other[0] + other[2] / 2)
+    down = (box[1] + box[3] / 2) - (other[1] + other[3] / 2)
     if abs(across) > abs(down):
         return "to the right of" if across > 0 else "to the left of"
     return "below" if down > 0 else "above"
@@ -197,7 +198,7 @@ def _draw_scene(rng: random.Random) -> _Scene:
     colours = sorted(COLOURS, key=lambda _: rng.random())[: 2 if rng.random() < 0.5 else 3]
     axis, across = sorted(_AXES, key=lambda _: rng.random())
     side = rng.choices(_AXES[across])[0] if len(colours) == 3 else ""
-    sizes, textures, shapes = (rng.choices(options, k=len(colours)) for options in (list(SIZES), TEXTURES, SHAPES))
+    sizes, textures, shapes = [rng.choices(options, k=len(colours)) for options in (list(SIZES), TEXTURES, SHAPES)]
     return _Scene(axis, side, tuple(map(_Thing, sizes, textures, colours, shapes)))
 
 
@@ -279,7 +280,8 @@ def _draw(scene: _Scene, rng: random.Random) -> tuple[np.ndarray, list[list[floa
 def _draw_thing(
     pixels: np.ndarray, thing: _Thing, colour: np.ndarray, centre: tuple[float, float], half: float
 ) -> list[float]:
-    (left, right), (top, bottom) = ((int(c - half) - 1, int(c + half) + 2) for c in centre)
+    left, top = [int(c - half) - 1 for c in centre]
+    right, bottom = [int(c + half) + 2 for c in centre]
     x = (np.arange(left * _OVERSAMPLING, right * _OVERSAMPLING) + 0.5)[None, :] / _OVERSAMPLING - centre[0]
     y = (np.arange(top * _OVERSAMPLING, bottom * _OVERSAMPLING) + 0.5)[:, None] / _OVERSAMPLING - centre[1]
     inside = shape_mask(thing.shape, x / half, y / half)
@@ -288,11 +290,11 @@ def _draw_thing(
     core = np.logical_and.reduce([np.roll(inside, shift, axis=(0, 1)) for shift in shifts])
     marked = core & _marks(thing.texture, x, y)
     blocks = (bottom - top, _OVERSAMPLING, right - left, _OVERSAMPLING)
-    share, marked_share = (mask.reshape(blocks).mean(axis=(1, 3))[..., None] for mask in (inside, marked))
+    share, marked_share = [mask.reshape(blocks).mean(axis=(1, 3))[..., None] for mask in (inside, marked)]
     ink = 0.25 * colour if colour @ (0.3, 0.59, 0.11) > 130 else 0.1 * colour + 0.9 * 255
     patch = pixels[top:bottom, left:right]
     patch[:] = (1 - share) * patch + (share - marked_share) * colour + marked_share * ink
-    columns, rows = (np.flatnonzero(inside.any(axis=axis)) for axis in (0, 1))
+    columns, rows = [np.flatnonzero(inside.any(axis=axis)) for axis in (0, 1)]
     corner = [left + columns[0] / _OVERSAMPLING, top + rows[0] / _OVERSAMPLING]
     return [*map(float, corner), *(float(span[-1] - span[0] + 1) / _OVERSAMPLING for span in (columns, rows))]
 
@@ -319,6 +321,6 @@ def _marks(texture: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     if texture == "striped":
         return np.mod(x + y + 1.3, 6.0) < 2.6
     if texture == "dotted":
-        dx, dy = (np.mod(v + 2.4, 4.8) - 2.4 for v in (x, y))
+        dx, dy = [np.mod(v + 2.4, 4.8) - 2.4 for v in (x, y)]
         return dx * dx + dy * dy <= 1.6**2
     return np.zeros(np.broadcast_shapes(x.shape, y.shape), dtype=bool)

@@ -118,10 +118,9 @@ def check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--index_dir is {folder}; that is a file. Give a folder.")
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    is_foreign = any(not name.startswith((".", PARTS, "rows-", SKIPPED)) for name in names)
     if has_index(folder):
         is_foreign = b'"tandem-index"' not in (folder / _INFO).read_bytes()
-    else:
-        is_foreign = any(not name.startswith((".", PARTS, "rows-", SKIPPED)) for name in names)
     if is_foreign:
         raise ValueError(
             f"--index_dir is {folder}; this folder holds something else. Give one that scripts/embed.py wrote, or to embed into, a new one."
@@ -192,10 +191,9 @@ def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None
 
     A process that has the old rows open can still read them.
     """
-    new = None
+    new = folder / f"rows-{uuid.uuid4().hex[:8]}.arrow"
     try:
         if tables is not None:
-            new = folder / f"rows-{uuid.uuid4().hex[:8]}.arrow"
             with pa.OSFile(str(new), "wb") as file, pa.ipc.new_stream(file, info.columns) as writer:
                 for table in tables:
                     table = table.select(info.columns.names).cast(info.columns)
@@ -205,11 +203,10 @@ def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None
         write_atomic(folder / SKIPPED, "".join(json.dumps(line) + "\n" for line in skipped))
         write_info(folder, info)
     except BaseException:  # a full disk, which needs the room
-        if new is not None:
-            new.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise
     for path in folder.glob("rows-*.arrow"):
-        if new is not None and path != new:
+        if path.name != info.rows:
             path.unlink(missing_ok=True)
     for parts in folder.glob(f"{PARTS}*"):
         shutil.rmtree(parts, ignore_errors=True)

@@ -156,7 +156,6 @@ class Searcher:
             ValueError: for a folder that there is not, a date of another form, or days of an index without any.
         """
         ids = self._rows.data.column("id")
-        new = copy.copy(self)
         fits = pc.starts_with(ids, f"{folder.strip('/')}/".lstrip("/")).to_numpy()
         if not fits.any():
             folders = sorted({name.rpartition("/")[0] for name in ids.to_pylist()} - {""})
@@ -169,6 +168,7 @@ class Searcher:
                 raise ValueError(
                     f"--{name} is {text}; {error}. Give a day such as 2024-05-31, a month or a year."
                 ) from error
+        new = copy.copy(self)
         if since or until:
             days = self._rows.data.column("day")
             until = until or "9999"
@@ -271,7 +271,7 @@ class Searcher:
     def browse(self, count: int) -> list[Hit]:
         """Return images at equal distances over the index, for a page that has no query yet."""
         count = min(count, len(self))
-        rows = [place * len(self) // count for place in range(count)]
+        rows = (place * len(self) // count for place in range(count))
         return [
             Hit(row, rank, 0.0, 0.0, None, None, **self._texts[row], copies=[]) for rank, row in enumerate(rows, 1)
         ]
@@ -338,10 +338,9 @@ class Searcher:
     def _with_code(self, text: str) -> Tensor:
         """Return 1 for rows whose id or captions have the text as a word, if it is one word with a digit, such as SKU-10001; else 0."""
         has_N = np.zeros(len(self), np.float32)
-        word = text.strip()
-        if not any(map(str.isdigit, word)) or len(word.split()) > 1:
+        if not any(map(str.isdigit, text)) or " " in text:
             return torch.from_numpy(has_N)
-        pattern = rf"(?i)(^|\W){re.escape(word)}($|\W)"
+        pattern = rf"(?i)(^|\W){re.escape(text)}($|\W)"
         has_N[pc.match_substring_regex(self._rows.data.column("id"), pattern).to_numpy()] = 1
         captions = self._rows.data.column("captions").combine_chunks()
         found = pc.match_substring_regex(pc.list_flatten(captions), pattern)

@@ -130,13 +130,21 @@ class _Plan:
             for row, key in enumerate(known.select(KEY).to_pylist())
             if row >= len(old) or same_texts or not key["captions"]
         }
-        media = list(listing.stamps())
-        self.places = [(each["path"], each["split"]) for each in media]
-        self.rows = [row_of.get(repr([each[name] for name in KEY])) for each in media]
+        self.places: list[tuple[str, str]] = []
+        self.rows: list[int | None] = []
+        for medium in listing.stamps():
+            self.places.append((medium["path"], medium["split"]))
+            self.rows.append(row_of.get(repr([medium[name] for name in KEY])))
         self.todo = [place for place, row in enumerate(self.rows) if row is None]
         self.removed = len({*old["id"].to_pylist()} - {*listing.ids})
-        counts = tuple(f"{count:,}" for count in (len(self.todo), len(self.rows) - len(self.todo), self.removed))
-        logger.info("%d %ss: %s to embed, %s unchanged; %s removed", len(self.rows), info.medium, *counts)
+        logger.info(
+            "%d %ss: %s to embed, %s unchanged; %s removed",
+            len(self.rows),
+            info.medium,
+            f"{len(self.todo):,}",
+            f"{len(self.rows) - len(self.todo):,}",
+            f"{self.removed:,}",
+        )
 
     def finish(self, skipped: list[Skip]) -> dict[str, int]:
         """Write the index anew from what was known and what the parts hold now."""
@@ -144,30 +152,31 @@ class _Plan:
         known = pa.concat_tables([self.old, *self.parts.values(), *new])
         first = len(known) - sum(map(len, new))
         row_of = {name: first + row for row, name in enumerate(known["id"][first:].to_pylist())}
-        rows = [
-            row_of.get(name) if row is None else row for name, row in zip(self.listing.ids, self.rows, strict=True)
-        ]
-        chosen = [(row, *place) for row, place in zip(rows, self.places, strict=True) if row is not None]
+        chosen = []
+        for name, row, place in zip(self.listing.ids, self.rows, self.places, strict=True):
+            row = row_of.get(name) if row is None else row
+            if row is not None:
+                chosen.append((row, place))
         lines = [*self.listing.skipped, *sorted(skipped, key=lambda line: line["id"])]
         if not chosen:
             reasons = "; ".join(line["detail"] for line in lines[:3])
             raise RunError(f"No {self.info.medium} can be read; the first reasons are: {reasons}")
-        before = (range(len(self.old)), self.old["path"].to_pylist(), self.old["split"].to_pylist())
-        is_old = self.info.rows and chosen == list(zip(*before, strict=True))
+        before = enumerate(zip(self.old["path"].to_pylist(), self.old["split"].to_pylist(), strict=True))
+        is_old = self.info.rows and chosen == list(before)
         write_index(self.folder, self.info, None if is_old else self._blocks(known, chosen), lines)
         counts = {"embedded": len(self.todo) - len(skipped), "kept": len(self.rows) - len(self.todo)}
         return counts | {"removed": self.removed, "skipped": len(lines), "images": len(chosen)}
 
-    def _blocks(self, known: pa.Table, chosen: list[tuple[int, str, str]]) -> Iterator[pa.Table]:
+    def _blocks(self, known: pa.Table, chosen: list[tuple[int, tuple[str, str]]]) -> Iterator[pa.Table]:
         """Yield the chosen rows with their present paths and splits, as a folder may have moved, and a pair."""
         rows = datasets.Dataset(known).with_format("arrow")
         count = _ROWS[self.info.medium]
         for low in tqdm(range(0, len(chosen), count), desc="Writing", leave=False, delay=2):
-            places, *present = zip(*chosen[low : low + count], strict=True)
-            table = rows[list(places)]
-            for name, values in zip(("path", "split"), present, strict=True):
-                table = table.set_column(table.column_names.index(name), name, pa.array(values, pa.string()))
-            yield table
+            block = chosen[low : low + count]
+            table = rows[[row for row, _ in block]]
+            paths = pa.array([path for _, (path, _) in block], pa.string())
+            splits = pa.array([split for _, (_, split) in block], pa.string())
+            yield table.drop(["path", "split"]).append_column("path", paths).append_column("split", splits)
 
 
 def embed_share(

@@ -71,13 +71,13 @@ def to_tensor(row: pa.Scalar) -> Tensor:
 
 def feature_tensors(row: dict[str, Any], captions: Sequence[int]) -> dict[str, list[Tensor]]:
     """Return the features of a row, whose values are Arrow scalars: one value, or one for each of some captions."""
-    return {
-        name: [to_tensor(row[name].values[caption]) for caption in captions]
-        if name.startswith(_PER_CAPTION)
-        else [to_tensor(row[name])]
-        for name in row
-        if name.startswith(FEATURES)
-    }
+    found = {}
+    for name in row:
+        if name.startswith(_PER_CAPTION):
+            found[name] = [to_tensor(row[name].values[caption]) for caption in captions]
+        elif name.startswith(FEATURES):
+            found[name] = [to_tensor(row[name])]
+    return found
 
 
 def empty_features(rows: datasets.Dataset) -> dict[str, Tensor]:

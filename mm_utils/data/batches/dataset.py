@@ -235,22 +235,24 @@ class Collator:
         input_ids, attention_mask = pad_captions(captions, self.pad_token_id)
         counts = torch.tensor([len(example["input_ids"]) for example in kept], dtype=torch.long)
         keys = [(example["image_key"], key) for example in kept for key in example["caption_keys"]]
-        stacked = {
-            name: _stack([value for example in kept for value in example[name]], none)
-            for name, none in self.cached.items()
-        }
-        every: Batch = {}
+        batch: Batch = {}
+        for name, none in self.cached.items():
+            batch[name] = _stack([value for example in kept for value in example[name]], none)
         if self.longest_first:  # captions are padded to the longest, and images with fewer captions by empty ones
             all_ids = [example["all_input_ids"] for example in kept]
             most = max(map(len, all_ids), default=1)
-            padded = pad_captions([ids for row in all_ids for ids in [*row, *[[]] * most][:most]], self.pad_token_id)
-            ids_bkL, mask_bkL = (value.view(-1, most, value.shape[1]) for value in padded)
-            every = {"all_input_ids": ids_bkL, "all_attention_mask": mask_bkL}
-            every["all_lengths"] = [list(map(len, row)) for row in all_ids]
-        if "vision_pooled" not in stacked:
-            stacked["pixel_values"] = _stack([example["pixel_values"] for example in kept], self.medium.blank(0))
+            ids, mask = pad_captions(
+                [ids for row in all_ids for ids in [*row, *[[]] * most][:most]], self.pad_token_id
+            )
+            batch["all_input_ids"] = ids.view(-1, most, ids.shape[1])
+            batch["all_attention_mask"] = mask.view(-1, most, ids.shape[1])
+            batch["all_lengths"] = [list(map(len, row)) for row in all_ids]
+        if "vision_pooled" not in batch:
+            batch["pixel_values"] = _stack([example["pixel_values"] for example in kept], self.medium.blank(0))
+        for reader in self.readers:
+            batch |= reader.collate(kept, self.pad_token_id)
         return {
-            **stacked,
+            **batch,
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "ids": torch.tensor(keys, dtype=torch.long).view(-1, 2),
@@ -260,10 +262,6 @@ class Collator:
             "lengths": list(map(len, captions)),
             "skipped": [example["skipped"] for example in skipped],
             "skipped_ids": [example.get("skipped_id", "") for example in skipped],
-            **every,
-            **{
-                name: each for reader in self.readers for name, each in reader.collate(kept, self.pad_token_id).items()
-            },
         }
 
 

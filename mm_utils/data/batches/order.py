@@ -125,5 +125,8 @@ def evaluation_batches(num_rows: int, batch_size: int) -> list[list[Draw]]:
     """Return this rank's share of all rows, in order; all ranks have equally many batches."""
     mine = distributed.share(num_rows, distributed.rank(), distributed.world_size())
     parts = -(-num_rows // (batch_size * distributed.world_size()))
-    shares = (distributed.share(len(mine), part, parts) for part in range(parts))
-    return [[(mine.start + place, 0) for place in share] for share in shares]
+    batches = []
+    for part in range(parts):
+        share = distributed.share(len(mine), part, parts)
+        batches.append([(mine.start + place, 0) for place in share])
+    return batches

@@ -155,13 +155,11 @@ def unread(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int, 
     ids = token_ids(tokenizer, list(texts), 1 << 30) if texts else []
     lengths = list(map(len, ids))
     if longer := sum(length > most for length in lengths):
-        many = (
-            ""
-            if len(texts) == 1
-            else f"{longer:,} of {len(texts):,} ({longer / len(texts):.1%}) are longer; the longest "
-        )
+        which = "It"
+        if len(texts) > 1:
+            which = f"{longer:,} of {len(texts):,} ({longer / len(texts):.1%}) are longer; the longest"
         said.append(
-            f"{what}: the model reads {most} tokens. {many or 'It '}has {max(lengths):,}, and the rest is cut. Training sets the number by "
+            f"{what}: the model reads {most} tokens. {which} has {max(lengths):,}, and the rest is cut. Training sets the number by "
             "--max_seq_length."
         )
     unknown = sum(map(reach.unknown_words, ids))
@@ -190,7 +188,9 @@ def fingerprint(rows: datasets.Dataset) -> str:
 
     The way the rows are stored (chunks, slices, picked rows of a table) changes nothing.
     """
-    keys, counts, captions = (hashlib.blake2b(digest_size=8) for _ in range(3))
+    keys = hashlib.blake2b(digest_size=8)
+    counts = keys.copy()
+    captions = keys.copy()
     for batch in arrow_batches(rows, ["image_key", "caption_keys"], _BATCH):
         for chunk in batch["image_key"].chunks:
             keys.update(chunk.to_numpy())
@@ -250,7 +250,7 @@ def tokenize_rows(
         all_captions = [row if is_wanted else [] for row, is_wanted in zip(all_captions, wanted, strict=True)]
     tokens = iter(encode_captions(tokenizer, [text for row in all_captions for text in row], max_seq_length))
     return {
-        "input_ids": [[next(tokens) for _ in row] for row in all_captions],
-        "image_key": [image_key(image_id) for image_id in rows["id"]],
-        "caption_keys": [[caption_key(caption) for caption in row] for row in all_captions],
+        "input_ids": [list(itertools.islice(tokens, len(row))) for row in all_captions],
+        "image_key": list(map(image_key, rows["id"])),
+        "caption_keys": [list(map(caption_key, row)) for row in all_captions],
     }

@@ -123,10 +123,7 @@ def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> Datas
     medium = found.facts["medium"][0].as_py()
     stored = _STORED if medium == "image" else ("image", "seconds", *_STORED[1:3])
     optional = [name for name in _TEXT[1:] if facts[name].null_count < len(facts)]
-    merged = {
-        first: _join([{name: facts[name][row].as_py() for name in _TEXT} for row in rows])
-        for first, rows in found.merged.items()
-    }
+    merged = {first: _joined(facts, rows) for first, rows in found.merged.items()}
 
     def tables(rows: np.ndarray) -> Iterator[pa.Table]:
         """Lay the stored columns of some rows beside the others, a batch at a time: all would be held in memory."""
@@ -139,14 +136,13 @@ def write_pairs(found: Reconciled, parts: Sequence[Path], folder: Path) -> Datas
             for image, own in zip(pieces(images, inside - begin), beside, strict=True):
                 texts = [merged.get(next(places), text) for text in own.select(_TEXT).to_pylist()]
                 text = pa.Table.from_pylist(texts, own.select(_TEXT).schema)
-                hashes = own["stored_hash"].to_pylist()
-                ids = [content_id(known, row["captions"]) for known, row in zip(hashes, texts, strict=True)]
+                ids = map(content_id, own["stored_hash"].to_pylist(), text["captions"].to_pylist())
                 yield pa.table(
                     {"id": own["name"]}
                     | {name: image[name] for name in stored}
                     | {"captions": text["captions"]}
                     | {name: pc.coalesce(text[name], pa.scalar([], text[name].type)) for name in optional}
-                    | {"source": own["source"], "image_hash": own["image_hash"], "content_id": ids}
+                    | {"source": own["source"], "image_hash": own["image_hash"], "content_id": list(ids)}
                 )
             begin += len(images)
 
@@ -217,7 +213,10 @@ def content_id(stored_hash: str, captions: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _join(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the captions, regions, negatives and moments of rows of one image, each once."""
-    values = {name: {repr(each): each for row in rows for each in row[name] or []} for name in _TEXT}
-    return {name: list(joined.values()) for name, joined in values.items()}
+def _joined(facts: pa.Table, rows: list[int]) -> dict[str, Any]:
+    """Return the captions, regions, negatives and moments of rows of one image, each once."""
+    joined = {}
+    for name in _TEXT:
+        values = [value for row in rows for value in facts[name][row].as_py() or []]
+        joined[name] = list({repr(value): value for value in values}.values())
+    return joined

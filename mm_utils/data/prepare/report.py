@@ -205,7 +205,7 @@ def write_report(folder: Path, pairs: DatasetDict, summary: Summary) -> None:
                 "reason": name,
                 "count": reason["count"],
                 "what it means": reason["explanation"],
-                "for example": "; ".join(", ".join(filter(None, one.values())) for one in reason["examples"]),
+                "for example": "; ".join(map(_shown, reason["examples"])),
             }
             for name, reason in summary["quarantined"].items()
         ],
@@ -333,6 +333,10 @@ def _table(rows: list[Summary]) -> str:
             [f"{value:,}" if isinstance(value, int) else markdown_text(value or "–") for value in row.values()]
         )
     return markdown_table(list(rows[0]), cells)
+
+
+def _shown(example: Summary) -> str:
+    return ", ".join(filter(None, example.values()))
 
 
 def _plural(count: int, noun: str) -> str:

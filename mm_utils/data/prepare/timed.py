@@ -36,7 +36,7 @@ def store_medium(
         content = record.image.read(max(MOST_MEDIUM_BYTES, checks.max_image_bytes))
     except Fault as fault:
         raise Fault("medium_empty", fault.detail) if fault.reason == "image_empty" else fault from fault
-    start, end = (None if time is None else seconds_of(time) for time in record.cut)
+    start, end = [None if time is None else seconds_of(time) for time in record.cut]
     options: dict[str, Any] = {"start": start, "end": end, "max_seconds": args.max_seconds}
     row: dict[str, Any]
     with unreadable_as_fault():

@@ -129,11 +129,8 @@ def _class_rows(source: Source, medium: str, unread: Unread) -> Rows:
             continue
         if len(parts) > 1 and not nested:
             nested = os.path.relpath(place, source.path)
-            logger.warning(
-                "%s; folders inside those of classes, such as %s, count for the outer one. If the inner ones are the classes, "
-                "give the folder that holds them",
-                *(source.title, nested),
-            )
+            text = "count for the outer one. If the inner ones are the classes, give the folder that holds them"
+            logger.warning("%s; folders inside those of classes, such as %s, %s", source.title, nested, text)
         label = parts[0] if source.labelled else _class_name(parts[0], names, source)
         matched = matched or class_key(parts[0]) in names or label in names.values()
         if not label:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def _urls_of_dataset(data: DataArguments, name: str, title: str) -> dict[str, li
         return {split: files for split, files in found.items() if "*" not in files[0]}  # else there are none
     if is_saved(Path(name)):
         splits = load_splits(name, title, data.allow_outside_root)
-        return {split: [file["filename"] for file in splits[split].cache_files] for split in splits}
+        return {split: list(map(itemgetter("filename"), rows.cache_files)) for split, rows in splits.items()}
     folder = Path(name)
     if folder.is_dir():
         found = {}
@@ -335,7 +336,7 @@ class StreamLoader(torch.utils.data.Dataset[list[Example]]):
                 good[at] = {**row, "epoch": slot.epoch}
         if not good:
             return examples
-        batch = {name: [row[name] for row in good.values()] for name in next(iter(good.values()))}
+        batch = {name: list(map(itemgetter(name), good.values())) for name in next(iter(good.values()))}
         batch |= tokenize_rows(batch, None, self.tokenizer, self.loaders.arguments.max_seq_length)
         for at, example in zip(good, self.transform.examples(batch), strict=True):
             position = drawn[at][0].position

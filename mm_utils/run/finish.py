@@ -220,7 +220,7 @@ def finish_run(
     rows = trained.data.splits["validation"]
     bases = _bases(trained)
     start_name = CLOSED_FORM if all(bases) else ""
-    if trained.run.settings["model_name_or_path"]:
+    if (whole := trained.run.settings["model_name_or_path"]) and bases == [whole, whole]:
         start_name = BEFORE
     log = trained.run.output_dir / METRICS_FILE
     gain = distributed.on_first(

@@ -495,6 +495,7 @@ def test_training_leaves_the_embeddings_of_images_bit_for_bit(
     rate = ["--learning_rate", "0.01", "--objectives", "contrastive,matching", "--max_steps", "2"]
     rate += ["--load_best_model_at_end", "false"]  # the start in closed form may be the best
     pretrain.main([*tiny_flags[:2], *tiny_flags[4:], *towers, *rate, "--output_dir", out])
+    assert "text to image, by the closed form" in Path(out, "README.md").read_text()  # the new text tower's start
     before = load_model(start).eval()
     after = load_model(out).eval()
     own: Any = load_processor_of(start)

@@ -165,8 +165,7 @@ def flipped(print_: bytes, bit: int) -> bytes:
 
 
 FRAMES: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {
-    "frames": (lambda at: {"id": f"film_{at:04}.jpg", "captions": [f"scene {at // 10}"]}, True),
-    "pictures": (lambda at: {"id": f"{at // 20}/p{at}.jpg", "fingerprint": flipped(PRINTS[at // 10], at % 8)}, True),
+    "frames": (lambda at: {"id": f"{at // 20}/p{at}.jpg", "fingerprint": flipped(PRINTS[at // 10], at % 8)}, True),
     "photographs": (lambda at: {"id": f"IMG_{at:04}.jpg", "captions": [f"scene {at}"]}, False),
     "classes": (lambda at: {"id": f"{at // 10}/{at}.jpg", "captions": [f"class {at // 10}"]}, False),
     "a film by a column": (lambda at: {"id": f"f{at}.jpg", "captions": ["a"], "group": str(at)}, False),

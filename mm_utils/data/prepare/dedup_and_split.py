@@ -305,10 +305,9 @@ def _filled(
 
 
 def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
-    """Count the rows `outside` train, and those that are like a row of train whose id differs in a number alone, as frames of a film are.
+    """Count the rows `outside` train, and those that nearly show the picture of a row of train whose id differs in a number alone.
 
-    They have its captions, or nearly its picture. Photographs and members of a class are numbered, too: nothing counts that is not
-    three times as frequent as for a row of train that is far away, whose captions are those of the same name and another number.
+    Frames of a film do. Pictures that are far apart hardly ever agree in so many bits by chance.
     """
     table = pandas.DataFrame({name: facts[name].to_pandas() for name in ("id", "source", "group")})
     names = table["id"].astype(str).str.extract(r"(?s)^(.*?)(\d{1,18})(\D*?)(?:\.\w+)?$")
@@ -318,28 +317,14 @@ def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
     table = table.rename_axis("row").reset_index()[["key", "number", "row"]].sort_values("number", kind="stable")
     others = [places for split, places in rows.items() if split != "train"]
     outside = table[table["row"].isin(np.concatenate([*others, np.zeros(0, np.int64)]))]
-    train = table[table["row"].isin(rows.get("train", []))].sort_values("key", kind="stable")
-    train["same_name"] = train.groupby("key")["row"].transform(lambda own: np.roll(own, len(own) // 2))
-    train["any_name"] = np.roll(train["row"], len(train) // 2)
-    train = train.sort_values("number", kind="stable")
+    train = table[table["row"].isin(rows.get("train", []))]
     pairs = pandas.merge_asof(outside, train, "number", by="key", direction="nearest", tolerance=_BESIDE).dropna()
-    pairs = pairs.drop(columns="key").astype(np.int64)
-    captions = facts["captions"]
-    prints = facts["fingerprint"]
-
-    def has_captions(row: int, other: int) -> bool:
-        return captions[row] == captions[other]
-
-    def has_picture(row: int, other: int) -> bool:
-        hashes = [int.from_bytes((prints[at].as_py() or b"")[:8], "little") for at in (row, other)]
-        return all(hashes) and (hashes[0] ^ hashes[1]).bit_count() <= _LIKE
-
     found: dict[str, Any] = {"outside": len(outside), "count": 0, "example": ""}
-    for is_like, far in ((has_captions, "same_name"), (has_picture, "any_name")):
-        near = [pair for pair in zip(pairs["row_x"], pairs["row_y"], strict=True) if is_like(*pair)]
-        by_chance = sum(map(is_like, pairs["row_x"], pairs[far]))
-        if len(near) > max(found["count"], 3 * by_chance - 1):
-            found |= {"count": len(near), "example": " beside ".join(_names(facts, near[0]))}
+    for pair in pairs[["row_x", "row_y"]].astype(np.int64).to_numpy():
+        hashes = [int.from_bytes((facts["fingerprint"][at].as_py() or b"")[:8], "little") for at in pair.tolist()]
+        if all(hashes) and (hashes[0] ^ hashes[1]).bit_count() <= _LIKE:
+            found["count"] += 1
+            found["example"] = found["example"] or " beside ".join(_names(facts, pair))
     return found
 
 

@@ -273,7 +273,7 @@ def _splits_first(summary: Summary) -> list[str]:
     ]
     if beside["count"] >= max(_FEW_NEIGHBOURS, _MANY_NEIGHBOURS * beside["outside"]):
         found.append(
-            f"{beside['count']:,} {kind}s outside train look like, or are captioned like, one in train whose name differs in a number "
+            f"{beside['count']:,} {kind}s outside train look like one in train whose name differs in a number "
             f"alone, such as {beside['example']}. If they are frames of one film or pages of one book, keep these in one split: name "
             "the column that says which film it is, by group_column=."
         )

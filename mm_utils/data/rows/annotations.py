@@ -19,7 +19,6 @@ from mm_utils.data.rows.text_files import (
     Values,
     check_line,
     checked_object,
-    is_wide,
     made_rows,
     parse_json,
     read_document,
@@ -147,9 +146,6 @@ def _open_document(source: Source, *keys: str) -> tuple[Values, RecordBuilder]:
     """Parse a JSON document whose `keys` are lists; return it with the builder of its records."""
     path = Path(source.path)
     builder = _builder(source)
-    with path.open("rb") as head:
-        if is_wide(head.read(4096)):
-            raise ValueError(f"{source.title}; the file is UTF-16 or UTF-32 text. Save it as UTF-8.")
     try:
         document = parse_json(read_document(path))
     except Fault as fault:

@@ -164,21 +164,19 @@ def _find_medium(
     names: Sequence[str], title: str, wanted: Columns, typed: Mapping[str, str], first: Mapping[str, Any]
 ) -> str:
     """Return the kind of the medium that a table holds; images where nothing tells it."""
-    own = {name: kind for kind, usual in MEDIUM_NAMES.items() for name in usual if name not in _ANY_FILE}
+    own = {_plain(name): kind for kind, usual in MEDIUM_NAMES.items() for name in usual if name not in _ANY_FILE}
     if wanted.image is not None:
-        kind = typed.get(wanted.image) or own.get(wanted.image.lower())
+        kind = typed.get(wanted.image) or own.get(_plain(wanted.image))
         return kind or kind_of_value(first.get(wanted.image)) or "image"
-    found = {own[name.lower()]: name for name in reversed(names) if name.lower() in own}
-    found = {kind: name for name, kind in typed.items()} | found
+    found = {kind: name for name, kind in typed.items()}
+    found |= {own[_plain(name)]: name for name in reversed(names) if _plain(name) in own}
     if len(found) > 1:
         columns = " and ".join(found.values())
         raise ValueError(
             f"{title}; the columns {columns} may all be the medium. Name one by --image_column. {set_medium(found)}"
         )
     files = next((name for name in names if name.lower() in _ANY_FILE), None)
-    told = next(iter(found), None) or kind_of_value(first.get(str(files)))
-    spelt = set(map(_plain, names))
-    return told or next((kind for kind in ("clip", "sound") if spelt & set(map(_plain, MEDIUM_NAMES[kind]))), "image")
+    return next(iter(found), None) or kind_of_value(first.get(str(files))) or "image"
 
 
 def find_column(option: str, names: Sequence[str], title: str, wanted: str | None, usual: Sequence[str]) -> str | None:

@@ -113,6 +113,9 @@ def read_document(path: Path) -> str:
     if (size := path.stat().st_size) > LONGEST_DOCUMENT:
         most = f"{LONGEST_DOCUMENT:,} is the most; write one object a line (JSONL)"
         raise Fault("malformed_row", f"a JSON document of {size:,} bytes, and {most}")
+    with path.open("rb") as head:
+        if is_wide(head.read(4096)):
+            raise Fault("bad_encoding", "UTF-16 or UTF-32 text")
     with _open(path) as file:
         text = file.read()
     check_line(text, len(text))

@@ -1,5 +1,6 @@
 """Reasons for which rows, images and captions are set aside, and notes on conversions."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -152,8 +153,6 @@ def is_hopeless(bad: int, count: int, most: float = MOST_BAD) -> bool:
 
 def escaped(text: str) -> str:
     """Escape everything that is not printable, line breaks too, so that `text` is one line."""
-    if text.isprintable():
-        return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
@@ -170,5 +169,4 @@ def storable(text: str) -> str:
 
 def first_repeated(names: Iterable[Any]) -> Any:
     """Return the first name that is a repeat, or None."""
-    seen = set[Any]()
-    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
+    return next((name for name, times in Counter(names).items() if times > 1), None)

@@ -18,9 +18,8 @@ from mm_utils import distributed
 from mm_utils.data.arguments import DataArguments, LoaderArguments
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.loaders import EVALUATION_BATCH, DeviceLoader, Loaders, make_loaders
-from mm_utils.data.batches.mirroring import has_sides
 from mm_utils.data.batches.order import GlobalOrder
-from mm_utils.data.batches.tokens import evenly_spread, fingerprint, tokenize_splits
+from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
 
@@ -155,17 +154,6 @@ def make_data(
     # Saved with the model, so that all who load it read as much of a text.
     processor.tokenizer.model_max_length = loader_args.max_seq_length
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)
-    if loader_args.horizontal_flip and distributed.rank() == 0:
-        seen = evenly_spread(rows)
-        names = [name for name in ("captions", "regions") if name in rows.column_names]
-        kept = sum(map(has_sides, seen.select_columns(names)))
-        why = "they have boxes, or captions that name sides or writing, or whose script is unknown here"
-        logger.info(
-            "--horizontal_flip: %d of %d training images that were looked at stay as they are; %s",
-            kept,
-            len(seen),
-            why,
-        )
     order = GlobalOrder(len(rows), sizes, schedule.seed)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}
     identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer)}

@@ -194,7 +194,7 @@ def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None
     new = folder / f"rows-{uuid.uuid4().hex[:8]}.arrow"
     try:
         if tables is not None:
-            with pa.OSFile(str(new), "wb") as file, pa.ipc.new_stream(file, info.columns) as writer:
+            with pa.ipc.new_stream(str(new), info.columns) as writer:
                 for table in tables:
                     table = table.select(info.columns.names).cast(info.columns)
                     writer.write_table(table.combine_chunks())  # chosen rows are chunks of one row each

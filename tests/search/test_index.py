@@ -219,7 +219,7 @@ def test_the_old_rows_stay_where_the_disk_is_full(index: Path, model: Path, phot
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module, name in ((updating, "write_part"), (pa, "OSFile"), (index_folder, "write_atomic")):
+    for module, name in ((updating, "write_part"), (pa.ipc, "new_stream"), (index_folder, "write_atomic")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, refuse)
             with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):

@@ -6,6 +6,7 @@ import math
 import shutil
 from collections import defaultdict
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -76,7 +77,7 @@ def _checked(sources: list[Source], on_leakage: str) -> tuple[Path, tuple[str, .
     classes: dict[tuple[str, ...], None] = {}
 
     def rows() -> Records:
-        for row in (row for source in sources for row in rows_of(source)):
+        for row in chain.from_iterable(map(rows_of, sources)):
             if isinstance(row, Record):
                 classes[row.classes] = None
             yield row
@@ -143,7 +144,7 @@ def _prepare(
         write_pairs(found, ingested.parts, folder)
     else:
         schema = pa.schema([PART_SCHEMA.field(name) for name in _LABELLED])
-        with pa.OSFile(str(folder / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        with pa.ipc.new_stream(str(folder / "rows.arrow"), schema) as writer:
             for part in ingested.parts:
                 writer.write_table(read_part(part, _LABELLED))
     shutil.rmtree(folder / "parts")

@@ -337,11 +337,7 @@ def ingest(
     scratch = done.with_suffix(".arrow.tmp")
     # The decoders' messages on damaged files name neither file nor row; the quarantine does.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
-    with (
-        warnings.catch_warnings(),
-        pa.OSFile(str(scratch), "wb") as file,
-        pa.ipc.new_stream(file, PART_SCHEMA) as writer,
-    ):
+    with warnings.catch_warnings(), pa.ipc.new_stream(str(scratch), PART_SCHEMA) as writer:
         warnings.simplefilter("ignore")
         held = list[dict[str, Any]]()
         size = 0

@@ -27,6 +27,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,8 @@ def open_prepared(name: str, title: str, allow_outside: bool = False) -> Dataset
     pairs = with_image(load_splits(name, title, allow_outside))
     for split, rows in pairs.items():
         is_read = rows.features.get("image") in FEATURES.values() and "content_id" in rows.features
-        opened = [name for name, feature in rows.features.items() if name != "image" and require_decoding(feature)]
-        if split not in SPLITS or not is_read or opened:
+        opens = any(name != "image" and require_decoding(feature) for name, feature in rows.features.items())
+        if split not in SPLITS or not is_read or opens:
             raise ValueError(
                 f"{title}; its report.json says {PREPARED_FORMAT}, but split {split} is none of it. Prepare it anew."
             )
@@ -175,25 +176,31 @@ def _write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm
     known = [name for name in _DECIDING if name in schema.names]
     digest = hashlib.blake2b(digest_size=8)
     shards: list[Path] = []
-    waiting = itertools.chain([first], tables)
-    table = next(waiting, None)
-    while table is not None:
-        shards.append(folder / f"shard-{len(shards)}")
-        written = 0
-        with pa.OSFile(str(shards[-1]), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-            while table is not None and written < SHARD_BYTES:
-                writer.write_table(table.cast(inside).rename_columns(schema.names).cast(schema))
-                bar.update(len(table))
-                digest.update(repr(table.select(known).to_pylist()).encode())
-                written += table.nbytes
-                table = next(waiting, None)
+    written = SHARD_BYTES
+    with ExitStack() as opened:
+        for table in itertools.chain([first], tables):
+            if written >= SHARD_BYTES:
+                opened.close()
+                shards.append(folder / f"shard-{len(shards)}")
+                writer = opened.enter_context(pa.ipc.new_stream(str(shards[-1]), schema))
+                written = 0
+            writer.write_table(table.cast(inside).rename_columns(schema.names).cast(schema))
+            bar.update(len(table))
+            digest.update(repr(table.select(known).to_pylist()).encode())
+            written += table.nbytes
     names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
     for shard, name in zip(shards, names, strict=True):
         shard.rename(folder / name)
     DatasetInfo(features=features).write_to_directory(str(folder))
-    state: dict[str, Any] = {"_data_files": [{"filename": name} for name in names], "_split": split}
-    state |= {"_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False}
-    state["_fingerprint"] = digest.hexdigest()  # part of the names of caches of these rows
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": name} for name in names],
+        "_split": split,
+        "_fingerprint": digest.hexdigest(),  # part of the names of caches of these rows
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+    }
     (folder / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
 
 

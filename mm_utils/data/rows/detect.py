@@ -169,8 +169,7 @@ def metadata_files(folder: Path) -> list[Path]:
     inside = sorted(item for item in folder.iterdir() if item.is_dir() and not is_service(item.name))
     files = list[Path]()
     for place in (folder, *inside):
-        name = next((name for name in METADATA_FILES if os.path.isfile(place / name)), None)
-        files += [place / name] if name else []
+        files += [place / name for name in METADATA_FILES if os.path.isfile(place / name)][:1]
     return files
 
 

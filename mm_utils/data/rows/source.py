@@ -84,10 +84,11 @@ class Source:
                     f"{title}, split={self.split}; a split is train, validation or test. Name one of these."
                 )
             object.__setattr__(self, "split", SPLIT_NAMES[self.split.lower()])
-        without = [template for template in self.templates if "{}" not in template]
-        if without or not self.templates:
-            shown = without[0] if without else ""
-            raise ValueError(f"{title}, templates={shown}; a template says with {{}} where the name goes. Add it.")
+        for template in self.templates or ("",):
+            if "{}" not in template:
+                raise ValueError(
+                    f"{title}, templates={template}; a template says with {{}} where the name goes. Add it."
+                )
 
     @property
     def columns(self) -> Columns:

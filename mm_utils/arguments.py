@@ -11,6 +11,7 @@ import gc
 import importlib
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -282,9 +283,11 @@ def parse_args(
         parser.error(
             f"--config is {path} and {others[0]}; one file is read. Join them, or give the others' lines as flags."
         )
-    # A search takes off words with one dash, such as -cat.
-    off = [word for word in words if rest and word[:1] == "-" != word[1:2] and word.lstrip("-") not in {*known, "h"}]
-    words = _explicit(parser, [word for word in words if word not in off])
+    off: list[str] = []
+    if rest:  # a search takes off words with one dash, such as -cat
+        off = [word for word in words if re.match(r"-[^\W\d_]", word) and word[1:] not in {*known, "h"}]
+        words = [word for word in words if word not in off]
+    words = _explicit(parser, words)
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
     named, in_config = {action.dest for action in actions if action is not None}, list[str]()
     try:

@@ -283,11 +283,8 @@ def parse_args(
         parser.error(
             f"--config is {path} and {others[0]}; one file is read. Join them, or give the others' lines as flags."
         )
-    off: list[str] = []
-    if rest:  # a search takes off words with one dash, such as -cat
-        off = [word for word in words if re.match(r"-[^\W\d_]", word) and word[1:] not in {*known, "h"}]
-        words = [word for word in words if word not in off]
-    words = _explicit(parser, words)
+    off = [word for word in words if rest and _is_taken_off(word, known)]
+    words = _explicit(parser, [word for word in words if word not in off])
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
     named, in_config = {action.dest for action in actions if action is not None}, list[str]()
     try:
@@ -312,6 +309,11 @@ def parse_args(
         flags = [word for word in unknown if word.startswith("-")] or unknown[:1]
         parser.error(" ".join(f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags))
     return Parsed(parsed, path or recipe, named, in_config)
+
+
+def _is_taken_off(word: str, known: Collection[str]) -> bool:
+    """Return whether it is a word with one dash, as a search takes it off: -cat."""
+    return bool(re.match(r"-[^\W\d_]", word)) and word[1:] not in {*known, "h"}
 
 
 def parse_first(*arg_classes: Any, doc: str | None, argv: Sequence[str] | None = None, rest: str = "") -> None:

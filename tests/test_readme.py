@@ -358,7 +358,7 @@ def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
     embed.main(["--model_name_or_path", "outputs/small", "--images", "photos", "--index_dir", "outputs/index"])
     prepare_data.main(["--sources", "pairs.jsonl", "--output_dir", "data/mine", "--num_proc", "1"])
     for block in found:
-        block = re.sub("outputs/mine|openai/clip-vit-base-patch32", "outputs/small", block)
+        block = re.sub("outputs/mine|laion/CLIP-ViT-B-32-laion2B-s34B-b79K", "outputs/small", block)
         exec(compile(block, "docs", "exec"), {"__name__": "docs"})
     shown = capsys.readouterr().out
     assert re.search(r"^3 -?\d\.\d{3} .*/photos/\d+\.jpg$", shown, re.MULTILINE)

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _LARGE = 1600  # pixels of the longer side of an image that is looked at
 _FEW = 30  # images with captions, or without; mean and deviation of fewer say little
 _HANDICAP = 0.15  # of images with captions among others, in standard deviations; see `fused`
-LEAST_LEVEL = 1000  # images, of which `Searcher.level` is kept and said; among fewer it hides what is there, and they are looked through
+LEAST_LEVEL = 1000  # images from which `Searcher.level` is kept and said; fewer are looked through, and the line errs where a model knows little
 _OFF = re.compile(r"(?:^|\s)-(?=[^\W\d_])(\S+)")  # a word that is taken off
 _OFF_WEIGHT = 0.5  # of 343 pairs of words in Flickr8k, 0.25 keeps more of what is taken off, and 1 loses more of what is asked for
 _SAME = 0.999  # cosine of an image with itself, embedded and rounded elsewhere

@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, distribute_tensor
+from tqdm.auto import tqdm
 
 T = TypeVar("T")
 TensorLike = TypeVar("TensorLike", bound=Tensor)
@@ -54,6 +55,11 @@ def share(count: int, part: int, parts: int) -> range:
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def progress(items: Iterable | None, title: str, **options: Any) -> Any:
+    """Return the items with a bar, which the main process shows of what takes longer than two seconds."""
+    return tqdm(items, desc=title, leave=False, disable=rank() > 0, delay=2, **options)
 
 
 def set_timeout(seconds: float) -> None:

@@ -133,16 +133,11 @@ def find_checkpoint(name: str | None, output_dir: str | Path | None) -> Path | N
 
 def _newest(output_dir: Path) -> Path | None:
     folders = checkpoint_folders(output_dir)
-    whole = list[Path]()
-    for path in sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        if wrong := verify(path):
-            logger.warning("%s is damaged and passed over: %s", path, "; ".join(wrong))
-            continue
-        whole.append(path)
-        if path.name == f"checkpoint-{step_of(path)}":  # else a copy under another name
-            break
-    if whole:
-        return max(whole, key=step_of)
+    for path in reversed(folders):
+        wrong = verify(path)
+        if not wrong:
+            return path
+        logger.warning("%s is damaged and passed over: %s", path, "; ".join(wrong))
     if folders:
         raise ValueError(
             f"--resume_from_checkpoint is latest; none of the checkpoints in {output_dir} is whole. Restore one from a copy, "

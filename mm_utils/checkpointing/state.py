@@ -69,6 +69,7 @@ class Snapshot:
         (folder / RUN_FILE).write_text(json.dumps(self.run, indent=1) + "\n", encoding="utf-8")
 
 
+@dataclass
 class TrainingState:
     """Everything that training changes: captured on all ranks, restored from a checkpoint.
 
@@ -77,20 +78,14 @@ class TrainingState:
         objective: the unwrapped objective, which holds the model.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        output_dir: Path,
-        processor: ProcessorMixin,
-        objective: Objective,
-        optimizer: torch.optim.Optimizer,
-    ):
-        self.accelerator = accelerator
-        self.output_dir = output_dir
-        self.processor = processor
-        self.objective = objective
-        self.model = objective.model
-        self.optimizer = optimizer
+    accelerator: Accelerator
+    output_dir: Path
+    processor: ProcessorMixin
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+
+    def __post_init__(self) -> None:
+        self.model = self.objective.model
 
     @property
     def nbytes(self) -> int:

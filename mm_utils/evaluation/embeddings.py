@@ -20,7 +20,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.functional import pad
-from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.distributed import RunError
@@ -176,7 +175,7 @@ def embed_split(
     skipped: list[str] = []
     cache = _KeysValuesCache(cache_bytes)
     batches = 0
-    for batch in tqdm(loader, desc="Embedding", leave=False, disable=not accelerator.is_main_process, delay=2):
+    for batch in distributed.progress(loader, "Embedding"):
         batches += 1
         skipped += batch["skipped"]
         if not len(batch["rows"]):
@@ -317,7 +316,7 @@ def _by_block(queries: Keyed, items: Keyed, function: Callable[[slice], tuple[Te
     rank = distributed.rank()
     world = distributed.world_size()
     shares = [distributed.share(len(queries.key), part, world) for part in range(world)]
-    blocks = tqdm(_blocks(shares[rank], items), desc="Ranking", leave=False, disable=rank > 0, delay=2)
+    blocks = distributed.progress(_blocks(shares[rank], items), "Ranking")
     columns = zip(*map(function, blocks), strict=True)
     return tuple(distributed.gather(torch.cat(column), list(map(len, shares))) for column in columns)
 

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.evaluation.embeddings import (
@@ -183,7 +182,7 @@ def score_pairs(
     text_T2L = split.text_T2L
     scored = [pairs[:0]]
     scores = [torch.empty(0, len(voices), device=pairs.device)]
-    progress = tqdm(desc="Re-ranking", unit="pair", leave=False, disable=not accelerator.is_main_process, delay=2)
+    progress = distributed.progress(None, "Re-ranking", unit="pair")
     for images, keys_values in image_shares(model, split, loader, accelerator):
         image = pairs // len(text_T2L)
         mine = pairs[(image >= images.start) & (image < images.stop)]

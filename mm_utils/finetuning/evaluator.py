@@ -13,7 +13,6 @@ import datasets
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.evaluation.metrics import evaluation_module, share_with_interval
@@ -36,7 +35,7 @@ def gather_rows(
     """
     parts = [torch.empty(0, columns, dtype=torch.long, device=accelerator.device)]
     skipped = list[str]()
-    for batch in tqdm(loader, desc="Classifying", leave=False, disable=not accelerator.is_main_process, delay=2):
+    for batch in distributed.progress(loader, "Classifying"):
         skipped += batch["skipped"]
         if len(batch["rows"]):
             parts.append(torch.stack([batch["rows"], *classify(batch)], 1))

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mm_utils.arguments import launch_command, to_words
@@ -86,14 +86,7 @@ def classification_card(
     trained: Trained, model: FusionDualEncoderForClassification, task: LabelledTask, argv: Sequence[str] | None
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
-    metrics = trained.metrics
     medium = model.config.medium
-    rows = []
-    for split, prefix in (("validation", "eval_"), ("test", "test_")):
-        if f"{prefix}accuracy" in metrics:
-            names = ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
-            accuracy, low, high, f1, majority = [f"{metrics[prefix + name]:.3f}" for name in names]
-            rows.append([split, accuracy, f"{low} to {high}", f1, majority])
     what = f"It classifies into {len(task.classes)} classes by {classifier_input(model)}."
     return run_card(
         trained,
@@ -101,13 +94,27 @@ def classification_card(
         about=f"{what} {describe_towers(trained, model)}: {describe_sizes(trained, model)}.",
         usage=usage(trained.name, medium, model.config.classifier_inputs),
         medium=medium,
-        table=(["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"], rows),
+        table=(
+            ["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"],
+            _rows(trained.metrics),
+        ),
         table_note=chosen_on_validation(trained),
         dataset_rows={name: len(split) for name, split in task.splits.items()},
         dataset_fingerprint=trained.data.fingerprint,
         tags=("classification", "dual-encoder"),
         pipeline_tag=None,  # no pipeline reads such inputs with this class
     )
+
+
+def _rows(metrics: Mapping[str, float]) -> list[list[str]]:
+    """Return each split with its accuracy, the interval of that, macro F1 and the share of the most frequent class."""
+    rows = []
+    for split, prefix in (("validation", "eval_"), ("test", "test_")):
+        if f"{prefix}accuracy" in metrics:
+            names = ("accuracy", "accuracy_low", "accuracy_high", "macro_f1", "majority")
+            accuracy, low, high, f1, majority = [f"{metrics[prefix + name]:.3f}" for name in names]
+            rows.append([split, accuracy, f"{low} to {high}", f1, majority])
+    return rows
 
 
 def usage(name: str, medium: str, inputs: str) -> str:
@@ -136,14 +143,10 @@ def _summary(
     trained: Trained, model: FusionDualEncoderForClassification, task: LabelledTask, gain: Gain | None
 ) -> list[str]:
     run = trained.run
-    metrics = trained.metrics
     lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
-    for split, prefix in (("validation", "eval_"), ("test", "test_")):
-        found = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-        if "accuracy" in found:
-            accuracy = f"{found['accuracy']:.3f} ({found['accuracy_low']:.3f} to {found['accuracy_high']:.3f})"
-            others = f"macro F1 {found['macro_f1']:.3f}   most frequent class {found['majority']:.3f}"
-            lines.append(f"  {split:<12}accuracy {accuracy}   {others}")
+    for split, accuracy, interval, f1, majority in _rows(trained.metrics):
+        shown = f"accuracy {accuracy} ({interval})   macro F1 {f1}   most frequent class {majority}"
+        lines.append(f"  {split:<12}{shown}")
     commands = []
     if gain:
         few = too_few(len(task.splits["validation"]), "row", figure="accuracy")

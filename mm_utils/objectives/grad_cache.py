@@ -154,7 +154,6 @@ class _CachedStep:
         self.parts = [_take(self.batch, rows) for rows in self.cuts]
         devices = {accelerator.device, *(weight.device for weight in self.objective.parameters())}
         self.gpus = [device for device in devices if device.type == "cuda"]
-        self.states: list[dict[Any, Tensor]] = []  # of random numbers, before each part but the last
 
     def run(self) -> Report:
         """Embed all parts, plan, and backpropagate part by part."""
@@ -177,10 +176,7 @@ class _CachedStep:
         """Return the embeddings of every part, and the last part as it was encoded, with gradient."""
         embeds = []
         for place in range(len(self.cuts) - 1):
-            self.states.append(
-                {gpu: torch.cuda.get_rng_state(gpu) for gpu in self.gpus} | {"cpu": torch.get_rng_state()}
-            )
-            with torch.no_grad(), _frozen_statistics(self.objective):
+            with self._same_dropout(place), torch.no_grad(), _frozen_statistics(self.objective):
                 embeds.append(self._encode(place, for_backward=False).embeds)
         kept = self._encode(len(self.cuts) - 1)
         return [*embeds, {name: value.detach() for name, value in kept.embeds.items()}], kept
@@ -192,10 +188,7 @@ class _CachedStep:
         for place in (last, *range(last)):
             encoded = kept
             if place < last:
-                with torch.random.fork_rng(devices=self.gpus):  # the same dropout again
-                    torch.set_rng_state(self.states[place]["cpu"])
-                    for gpu in self.gpus:
-                        torch.cuda.set_rng_state(self.states[place][gpu], gpu)
+                with self._same_dropout(place):
                     encoded = self._encode(place)
             with self.accelerator.autocast():
                 loss, sums = self.objective.part(
@@ -207,6 +200,13 @@ class _CachedStep:
                 self.accelerator.backward(loss)
             total = total + sums
         return total
+
+    @contextmanager
+    def _same_dropout(self, place: int) -> Iterator[None]:
+        """Draw the same random numbers whenever a part is embedded, and none from the step's."""
+        with torch.random.fork_rng(devices=self.gpus):
+            torch.manual_seed((torch.initial_seed() + 1 + place) % 2**63)
+            yield
 
     def _encode(self, place: int, for_backward: bool = True) -> Encoded:
         # One autocast per part: weights that it casts under no_grad would be reused where a gradient is needed.

@@ -1,7 +1,6 @@
 """Negatives of the data, captions that are wrong for their image: tokenised once, one drawn in every epoch."""
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import datasets
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils.data.batches.column_cache import Columns
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.order import choose_captions
-from mm_utils.data.batches.tokens import add_tokens, caption_key, encode_captions, pad_captions
+from mm_utils.data.batches.tokens import add_tokens, caption_key, encode_lists, pad_captions
 from mm_utils.data.media.medium import Shown
 from mm_utils.data.rows.columns import NEGATIVES
 
@@ -68,5 +67,4 @@ def _tokenize(
     for place, (texts, keys) in enumerate(zip(rows[NEGATIVES], rows["caption_keys"], strict=True)):
         is_read = bool(keys) and (wanted is None or wanted[place])
         listed.append([text for text in texts or () if is_read and caption_key(text) not in keys])
-    tokens = iter(encode_captions(tokenizer, [text for texts in listed for text in texts], max_seq_length))
-    return {NEGATIVE_IDS: [list(islice(tokens, len(texts))) for texts in listed]}
+    return {NEGATIVE_IDS: encode_lists(tokenizer, listed, max_seq_length)}

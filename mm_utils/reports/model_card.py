@@ -111,15 +111,10 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
     return path
 
 
-def encoders(names: Sequence[str], frozen: Sequence[bool], medium: str) -> str:
-    """Return what the encoders of media and, if there is one, of texts are, as the beginning of a sentence in Markdown."""
-    every = listed(
-        [
-            f"a frozen {kind} encoder ({_text(name)})" if is_frozen else f"{an(kind)} encoder ({_text(name)})"
-            for kind, name, is_frozen in zip((medium, "text"), names, frozen, strict=False)
-        ]
-    )
-    return f"{every[0].upper()}{every[1:]}"
+def encoder(medium: str, name: str, is_frozen: bool) -> str:
+    """Return what the encoder of a medium, or of texts, is, in Markdown."""
+    what = f"{medium} encoder ({_text(name)})"
+    return f"a frozen {what}" if is_frozen else an(what)
 
 
 def millions(count: int) -> str:

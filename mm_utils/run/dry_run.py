@@ -58,15 +58,24 @@ def dry_run(main: Callable[..., Any], name: str, argv: Sequence[str] | None, giv
     probe = _Probe(STEPS * (1 + has_stages))
     most = {"max_train_samples": max(256, 2 * largest), "max_eval_samples": EVALUATED}
     overrides = {
-        **{"dry_run": False, "output_dir": scratch / "run", "max_steps": probe.steps},
-        **({"batch_size_schedule": f"0:{largest}"} if args.batch_size_schedule else {}),
-        **{name: min(rows, settings.get(name) or sys.maxsize) for name, rows in most.items()},
-        # Where there is no head, a given flag of it would change the defaults.
-        **({"head_share": 0.5} if has_stages else {}),
-        **{"logging_steps": 1, "save_steps": STEPS, "eval_steps": 0, "early_stopping_patience": 0},
-        **{"report_to": "none", "load_best_model_at_end": False, "push_to_hub": False},
-        **({"resume_from_checkpoint": "latest"} if args.resume_from_checkpoint else {}),
+        "dry_run": False,
+        "output_dir": scratch / "run",
+        "max_steps": probe.steps,
+        "logging_steps": 1,
+        "save_steps": STEPS,
+        "eval_steps": 0,
+        "early_stopping_patience": 0,
+        "report_to": "none",
+        "load_best_model_at_end": False,
+        "push_to_hub": False,
     }
+    overrides |= {name: min(rows, settings.get(name) or sys.maxsize) for name, rows in most.items()}
+    if args.batch_size_schedule:
+        overrides["batch_size_schedule"] = f"0:{largest}"
+    if has_stages:  # where there is no head, a given flag of it would change the defaults
+        overrides["head_share"] = 0.5
+    if args.resume_from_checkpoint:
+        overrides["resume_from_checkpoint"] = "latest"
     flags = [word for flag, value in overrides.items() for word in (f"--{flag}", str(value))]
 
     def remove() -> None:
@@ -221,9 +230,13 @@ def _forecast(
     features = sum(seconds * min(rows["train"], most) / passed for seconds, passed, most in data.passes)
     once = max(0.0, elapsed - probe.measured - sum(seconds for seconds, *_ in data.passes))  # opening, pictures, card
     return {
-        **{"steps": steps, "evaluations": evaluations, "checkpoints": saved},
-        **{"pairs_per_second": sizes.before(steps) / training, "features_hours": features / 3600},
-        **{"hours": (once + features + training + others) / 3600, "training_hours": training / 3600},
+        "steps": steps,
+        "evaluations": evaluations,
+        "checkpoints": saved,
+        "pairs_per_second": sizes.before(steps) / training,
+        "features_hours": features / 3600,
+        "hours": (once + features + training + others) / 3600,
+        "training_hours": training / 3600,
         "peak_memory_gib": probe.logs["peak_memory_gib"],
         "disk_gb": (kept * max(written, default=0) + size_of(folder) - sum(written)) / 1e9,
         "free_disk_gb": shutil.disk_usage(folder).free / 1e9,

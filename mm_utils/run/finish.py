@@ -36,7 +36,7 @@ from mm_utils.plots import RetrievalExample, draw_retrieval, plot_training
 from mm_utils.reports.model_card import (
     CardInfo,
     an,
-    encoders,
+    encoder,
     listed,
     millions,
     search_code,
@@ -134,16 +134,16 @@ def _bases(trained: Trained) -> list[str | None]:
 def describe_towers(trained: Trained, model: Any) -> str:
     """Return what the encoders are, what they started from and whether a stage trained them, as the beginning of a sentence."""
     learnt = [name for stage in trained.stages for name in stage.trains]
-    names = []
-    frozen = []
+    found = []
     for (tower, backbone), base in zip(model.towers.items(), _bases(trained), strict=False):
         start = f"the local folder {Path(base).absolute().name}" if base and Path(base).exists() else base
         if base and (licence := licence_of(base)):
             start = f"{start}, licence {licence}"
         kind = backbone.config.model_type
-        names.append(f"{kind} of {start}" if start else f"{kind}, from scratch")
-        frozen.append(not any(name.startswith(f"model.{tower}_model.") for name in learnt))
-    return encoders(names, frozen, trained.data.medium)
+        is_frozen = not any(name.startswith(f"model.{tower}_model.") for name in learnt)
+        medium = "text" if tower == "text" else trained.data.medium
+        found.append(encoder(medium, f"{kind} of {start}" if start else f"{kind}, from scratch", is_frozen))
+    return sentence_case(listed(found))
 
 
 def describe_sizes(trained: Trained, model: Any) -> str:

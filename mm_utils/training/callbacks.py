@@ -79,15 +79,13 @@ class ProgressBar(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start at the step where the run starts or resumes."""
-        steps = (state.global_step, state.max_steps)
-        others = not state.is_world_process_zero
         seconds = 0.1 if sys.stderr.isatty() else 30.0  # between lines of a log
         self.bar = tqdm(
-            initial=steps[0],
-            total=steps[1],
+            initial=state.global_step,
+            total=state.max_steps,
             desc="Training",
             unit="step",
-            disable=others,
+            disable=not state.is_world_process_zero,
             dynamic_ncols=True,
             mininterval=seconds,
         )

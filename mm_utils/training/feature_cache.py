@@ -24,7 +24,6 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from datasets.arrow_writer import ArrowWriter
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.data.batches.column_cache import SKIPPED, add_weights, column_digest, image_digest, to_arrow
@@ -169,14 +168,10 @@ def stored_features(
             )
         if temporary is not None:
             shard = str(temporary / f"{distributed.rank():05d}.arrow")
-            title = f"Caching {name} features"
-            others = not accelerator.is_main_process
             writer = None
             is_finite = True
             with evaluating(model, tower, accelerator.device):
-                for features, more in tqdm(
-                    blocks, total=len(batches), desc=title, leave=False, disable=others, delay=2
-                ):
+                for features, more in distributed.progress(blocks, f"Caching {name} features", total=len(batches)):
                     is_finite = is_finite and all(bool(values.isfinite().all()) for values, *_ in features.values())
                     columns = {
                         column: to_arrow(values.float(), *counts) for column, (values, *counts) in features.items()

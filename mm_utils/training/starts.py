@@ -24,7 +24,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.arguments import Parsed
@@ -271,7 +270,7 @@ def paired_features(
             parts = [text_features({"input_ids": tokens, "attention_mask": mask}) for tokens, mask in split]
             name_NB = F.normalize(torch.cat(parts), dim=-1)
         loader = data.loaders.evaluation(rows, data.eval_batch_size)
-        for batch in tqdm(loader, desc="Closed form", leave=False, disable=not accelerator.is_main_process, delay=2):
+        for batch in distributed.progress(loader, "Closed form"):
             if not len(batch["rows"]):
                 continue
             seen_BC, _ = vision_features(model, batch, with_taps=False)
@@ -365,10 +364,7 @@ def interpolate_weights(
     report = {"metric": metric, "saved_alpha": chosen, "measured": rows}
 
     def write() -> None:
-        if retrieval is None:
-            model.save_pretrained(folder)
-        else:
-            write_model(folder, model, data.processor)
+        write_model(folder, model, data.processor)
         write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
         append_rows(folder / METRICS_FILE, logged)
 

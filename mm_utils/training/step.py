@@ -7,6 +7,7 @@ repeats the uninterrupted one without stored random states, on the same number o
 
 import logging
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +29,26 @@ logger = logging.getLogger(__name__)
 _MIN_LOSS_SCALE = 2.0**-14
 
 
+@dataclass
 class TrainStep:
     """The optimizer step of a run, of a prepared objective and optimizer, whose groups have a `peak_lr`."""
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        optimizer_args: OptimizerArguments,
-        accelerator: Accelerator,
-        objective: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        stage: Stage,
-    ):
-        self.args = args
-        self.optimizer_args = optimizer_args
-        self.accelerator = accelerator
-        self.objective = objective
-        self.optimizer = optimizer
-        self.stage = stage
-        self.unwrapped = accelerator.unwrap_model(objective)
-        self.sizes = args.batch_sizes
-        size = args.micro_batch_size
+    args: TrainingArguments
+    optimizer_args: OptimizerArguments
+    accelerator: Accelerator
+    objective: nn.Module
+    optimizer: torch.optim.Optimizer
+    stage: Stage
+
+    def __post_init__(self) -> None:
+        self.unwrapped: Any = self.accelerator.unwrap_model(self.objective)
+        self.sizes = self.args.batch_sizes
+        size = self.args.micro_batch_size
         share = -(-max(self.sizes.sizes) // distributed.world_size())
         # Pairs that this rank holds at a time, None for all; "auto" is all of this process, halved when memory runs out.
         self.micro_batch_size = None if size is None else share if size == "auto" else int(size)
-        self.nonfinite = NonfiniteSteps(Path(str(args.output_dir), NONFINITE_FILE), accelerator.scaler is not None)
+        path = Path(str(self.args.output_dir), NONFINITE_FILE)
+        self.nonfinite = NonfiniteSteps(path, self.accelerator.scaler is not None)
         self._is_first = True
 
     def run(self, batch: dict[str, Any], step: int) -> dict[str, Tensor]:

@@ -148,9 +148,7 @@ def test_phrases_become_tokens_once(tokenizer: PreTrainedTokenizerFast) -> None:
     assert found["region_input_ids"][1] == encode_captions(tokenizer, phrases, 16)
     assert found["region_keys"][1] == [caption_key("picture two")] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "mm_utils.objectives.grounding.regions.encode_captions", lambda *_: pytest.fail("tokenised again")
-        )
+        patch.setattr("mm_utils.objectives.grounding.regions.encode_lists", lambda *_: pytest.fail("tokenised again"))
         assert tokenized(rows, tokenizer)._fingerprint == found._fingerprint
 
 

@@ -107,6 +107,14 @@ def encode_captions(
     return token_ids(tokenizer, [caption[:most] for caption in captions], max_seq_length) if captions else []
 
 
+def encode_lists(
+    tokenizer: PreTrainedTokenizerBase, lists: Sequence[Sequence[str]], max_seq_length: int
+) -> list[list[list[int]]]:
+    """Return the token ids of the texts of each list, see `encode_captions`."""
+    tokens = iter(encode_captions(tokenizer, [*itertools.chain.from_iterable(lists)], max_seq_length))
+    return [[*itertools.islice(tokens, len(texts))] for texts in lists]
+
+
 def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Pad t captions to the longest; return ids and mask, int64 `[t, L]`, L being at least 1."""
     length_t = np.fromiter(map(len, captions), np.int64, len(captions))

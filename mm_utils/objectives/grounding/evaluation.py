@@ -21,7 +21,6 @@ import datasets
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from mm_utils import distributed
 from mm_utils.data.media.medium import kind_of
@@ -54,7 +53,7 @@ class PointingEvaluator(Evaluator):
             return {}
         rows = [torch.empty(0, dtype=torch.long, device=accelerator.device)]
         columns = [torch.empty(0, self.width, dtype=torch.double, device=accelerator.device)]
-        for batch in tqdm(loader, desc=self.title, leave=False, disable=not accelerator.is_main_process, delay=2):
+        for batch in distributed.progress(loader, self.title):
             if not len(batch["rows"]):
                 continue
             regions, count = regions_of(batch)

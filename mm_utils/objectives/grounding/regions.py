@@ -22,7 +22,6 @@ A region is left out if less than half of it is in the square: its phrase would 
 
 import random
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import datasets
@@ -34,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.batches.column_cache import Columns
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.tokens import add_tokens, caption_key, encode_captions, pad_captions
+from mm_utils.data.batches.tokens import add_tokens, caption_key, encode_lists, pad_captions
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import Shown, Window
 
@@ -104,23 +103,23 @@ def _tokenize(
 ) -> Columns:
     column = "moments" if "moments" in rows else "regions"
     seconds = rows.get("seconds", [0.0] * len(rows[column]))
-    regions: list[list[tuple[list[float], str]]] = []
+    boxes: list[list[float]] = []  # of each row, one number after the other
+    phrases: list[list[str]] = []
     for place, (listed, length) in enumerate(zip(rows[column], seconds, strict=True)):
-        regions.append([])
+        boxes.append([])
+        phrases.append([])
         for value in listed or () if wanted is None or wanted[place] else ():
             box = value.get("box")
             if column == "moments":  # codecs cut the ends of sounds, and so of what lies there
                 start, end = value["span"]
                 box = [start, 0.0, min(end, length) - start, 1.0]
-            regions[-1].append(([float(number) for number in box], value["phrase"]))
-    phrases = [phrase for row in regions for _, phrase in row]
-    tokens = iter(encode_captions(tokenizer, phrases, max_seq_length))
-    found: Columns = {"region_boxes": [], "region_input_ids": [], "region_keys": []}
-    for row in regions:
-        found["region_boxes"].append([number for box, _ in row for number in box])
-        found["region_input_ids"].append(list(islice(tokens, len(row))))
-        found["region_keys"].append([caption_key(phrase) for _, phrase in row])
-    return found
+            boxes[-1] += map(float, box)
+            phrases[-1].append(value["phrase"])
+    return {
+        "region_boxes": boxes,
+        "region_input_ids": encode_lists(tokenizer, phrases, max_seq_length),
+        "region_keys": [list(map(caption_key, texts)) for texts in phrases],
+    }
 
 
 def visible_regions(

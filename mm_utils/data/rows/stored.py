@@ -118,4 +118,4 @@ def _open_saved(folder: Path, jail: Jail) -> DatasetDict:
     for rows in splits.values():
         for file in rows.cache_files:
             jail.resolve(file["filename"])
-    return splits.with_format(None)
+    return splits

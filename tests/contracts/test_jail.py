@@ -156,13 +156,13 @@ WAYS: dict[str, tuple[Callable[[Path, Path], object], str]] = {  # what is writt
     **{
         f"state.json: {name}": (
             lambda folder, private, name=name: write_state(folder, private, name),
-            "outside|could not be loaded",
+            "state.json names",
         )
         for name in ("../private/saved/data-00000-of-00001.arrow", "PRIVATE", "/dev/zero")
     },
     "a split elsewhere": (
         lambda folder, _: write(folder / "dataset_dict.json", json.dumps({"splits": ["../private/saved"]})),
-        "outside",
+        "dataset_dict.json names",
     ),
     "HDF5, which links to other files": (
         lambda folder, _: (folder / "train.h5").write_bytes(b"\x89HDF\r\n\x1a\n"),

@@ -3,6 +3,7 @@
 Anyone may publish such data. Cards, JSON files and columns of images name files; those outside of the data set are refused.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
-from datasets import Dataset, DatasetBuilder, DatasetDict, load_dataset_builder, load_from_disk
+from datasets import Dataset, DatasetBuilder, DatasetDict, load_dataset_builder
 from datasets.exceptions import DatasetsError
+from datasets.table import MemoryMappedTable, concat_tables
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from mm_utils.data.faults import REASONS, Fault
@@ -112,10 +114,28 @@ def _open_whole(folder: Path, jail: Jail) -> DatasetDict:
 
 
 def _open_saved(folder: Path, jail: Jail) -> DatasetDict:
-    """Open a folder of `save_to_disk`, memory-mapped; raises a `Fault` if it names a file that the jail refuses."""
-    found: Any = load_from_disk(str(folder))
-    splits = found if isinstance(found, DatasetDict) else DatasetDict(train=found)
-    for rows in splits.values():
-        for file in rows.cache_files:
-            jail.resolve(file["filename"])
+    """Open the files that a folder of `save_to_disk` names, memory-mapped; raises a `Fault` of one that the jail refuses."""
+
+    def place(name: str, by: str) -> str:
+        try:
+            return jail.resolve(os.path.join(jail.root, name))
+        except Fault as fault:
+            if fault.reason == "image_missing":
+                raise ValueError(f"{by} names {name}, which is not there") from None
+            raise Fault(fault.reason, f"{by} names {name}: {fault.detail}") from fault
+
+    def stated(file: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(Path(place(file, "dataset_dict.json")).read_text(encoding="utf-8"))
+        return content
+
+    splits = DatasetDict()
+    several = os.path.lexists(folder / "dataset_dict.json")
+    for split in stated("dataset_dict.json")["splits"] if several else [""]:
+        file = os.path.join(split, "state.json")
+        state = stated(file)
+        tables = [
+            MemoryMappedTable.from_file(place(os.path.join(split, data["filename"]), file))
+            for data in state["_data_files"]
+        ]
+        splits[split or "train"] = Dataset(concat_tables(tables), fingerprint=state["_fingerprint"])
     return splits

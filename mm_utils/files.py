@@ -146,6 +146,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         raise
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON for people and programs, by `write_atomic`."""
+    write_atomic(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read what a JSON file holds."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def is_about(error: OSError, *folders: Path) -> bool:
     """Return whether an error is that of a full or read-only disk, or names something in one of `folders`."""
     named = f"{error.filename or ''} {error.filename2 or ''} {error}"

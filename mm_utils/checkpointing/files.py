@@ -8,7 +8,6 @@ the newest checkpoint that verifies. A finished model has such sums, too.
 To check a run: python scripts/verify_checkpoints.py --output_dir outputs/mine
 """
 
-import json
 import logging
 import os
 import re
@@ -18,7 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from mm_utils import distributed
-from mm_utils.files import SUMS_FILE, is_of_model, readable, replace_folder, restore_folder, sha256, write_atomic
+from mm_utils.files import (
+    SUMS_FILE,
+    is_of_model,
+    read_json,
+    readable,
+    replace_folder,
+    restore_folder,
+    sha256,
+    write_atomic,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +37,7 @@ LAST_CHECKPOINT = "last-checkpoint"  # the newest one, in a repository on the Hu
 def step_of(checkpoint: Path) -> int:
     """Return the step that a checkpoint states, whatever its folder is called; where it states none, that of its name."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+        return int(read_json(checkpoint / STATE_FILE)["global_step"])
     return int(checkpoint.name.rpartition("-")[2])
 
 

@@ -26,7 +26,7 @@ from transformers.utils import flatten_dict
 
 from mm_utils.checkpointing.files import STATE_FILE
 from mm_utils.distributed import RunError, full_tensor, on_first, shard_like
-from mm_utils.files import SUMS_FILE, readable
+from mm_utils.files import SUMS_FILE, read_json, readable, write_json
 from mm_utils.model.adapt import load_weights, merged, save_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
 from mm_utils.model.stock import stock_processor, to_dual_encoder
@@ -66,7 +66,7 @@ class Snapshot:
         for source in self.folders:
             shutil.copytree(source, folder / source.name, copy_function=os.link)
         self.state.save_to_json(str(folder / STATE_FILE))
-        (folder / RUN_FILE).write_text(json.dumps(self.run, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / RUN_FILE, self.run)
 
 
 @dataclass
@@ -125,7 +125,7 @@ class TrainingState:
         Raises:
             ValueError: if the checkpoint is of another model or another run.
         """
-        run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        run = read_json(path / RUN_FILE)
         recorded = run.get("flags") or {}
         both = [name for name in flags if name in recorded]  # an earlier version had other flags
         before = {name: recorded[name] for name in both}
@@ -155,7 +155,7 @@ class TrainingState:
     def load_weights(self, path: Path) -> None:
         """Load only weights, those of re-ranking too, from a checkpoint, on all ranks."""
         load_weights(self.model, path)
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(path / "config.json")
         self.model.config.rerank_weights = config.get("rerank_weights")
 
     def save_model(self) -> None:

@@ -9,7 +9,6 @@ open_clip        open_clip_config.json, open_clip_model.safetensors and the toke
 """
 
 import inspect
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers import ProcessorMixin
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.distributed import RunError
 from mm_utils.export.graphs import MOST_DIFFERENCE, OPSET, differences, graphs_of, trace, write_int8
-from mm_utils.files import writable_folder
+from mm_utils.files import writable_folder, write_json
 from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import markdown_table, markdown_text, publishable
@@ -122,7 +121,7 @@ def export(
         "logit_scale": model.logit_scale.exp().item(),
         "logit_bias": bias,
     }
-    _write(folder / "export.json", {**stated, "differences": apart})
+    write_json(folder / "export.json", {**stated, "differences": apart})
     known = immich_width(width) if layout == "immich" else 0
     words = {
         "NAME": IMMICH_NAMES.get(known, ""),
@@ -167,18 +166,14 @@ def write_settings(folder: Path, layout: str, model: FusionDualEncoderModel, pro
     if layout == "immich":
         size, mean, std = image_geometry(processor)
         settings = {"size": [size, size], "mode": "RGB", "mean": mean, "std": std, "interpolation": "bicubic"}
-        _write(folder / "visual/preprocess_cfg.json", {**settings, "resize_mode": "shortest"})
+        write_json(folder / "visual/preprocess_cfg.json", {**settings, "resize_mode": "shortest"})
         padding = model.config.text_padding
         width = immich_width(model.config.projection_dim)
         texts = {"context_length": padding["length"] if padding else min(_IMMICH_LENGTH, most)}
-        _write(folder / "config.json", {"embed_dim": width, "vision_cfg": {"image_size": size}, "text_cfg": texts})
+        write_json(folder / "config.json", {"embed_dim": width, "vision_cfg": {"image_size": size}, "text_cfg": texts})
         return
     own = processor.feature_extractor if model.config.medium == "sound" else processor.image_processor
     own.save_pretrained(folder)
     if model.config.medium == "image":
         sizes = {"projection_dim": model.config.projection_dim, "logit_scale_init_value": model.logit_scale.item()}
-        _write(folder / "config.json", {"model_type": "clip", **sizes})
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / "config.json", {"model_type": "clip", **sizes})

@@ -1,6 +1,5 @@
 """Finish a run that learnt classes: picture, table, model card, summary."""
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.arguments import EvaluatedDataArguments
 from mm_utils.data.rows.columns import too_few
 from mm_utils.evaluation.gained import Gain, read_log
+from mm_utils.files import write_json
 from mm_utils.finetuning.arguments import LabelArguments
 from mm_utils.finetuning.evaluator import ClassificationEvaluator, report_classes
 from mm_utils.finetuning.labels import LabelledTask
@@ -50,7 +50,7 @@ def finish_finetuning(
 
     def write(folder: Path) -> None:
         report_classes(evaluator.guesses, task.classes, folder)
-        (folder / "results.json").write_text(json.dumps(trained.metrics, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / "results.json", trained.metrics)
 
     gain = _accuracy_gained(trained)
     finish(

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _TERMS = (InfoNCE, PairwiseSigmoid, Captioning, Matching, RegionPointing, MomentCovering, Distillation)
 TERMS: dict[str, type[Term]] = {term.name: term for term in _TERMS}
-HEADS = ("fusion.match", "fusion.bridges", "fusion.cls_token", "token_head", "caption_adapter", "region_head")
+HEADS = {head for term in _TERMS for head in term.heads}
 """The parts of the model that only some terms train."""
 
 

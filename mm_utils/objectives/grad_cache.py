@@ -49,7 +49,7 @@ class TooManyPairsError(ValueError):
     """A batch, or a single pair of it, does not fit into memory."""
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Return whether memory ran out: in torch's allocator, or in a library that allocates by itself."""
     libraries = (
         "CUDA error: out of memory",
@@ -59,7 +59,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
         "could not create a primitive",
     )
     is_known = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-    return is_known or any(sign in str(error) for sign in libraries)
+    return is_known or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in libraries))
 
 
 def backward_that_fits(

@@ -8,7 +8,6 @@ and names to all of them, and Ray by the name of the launch; so a start finds th
 
 import functools
 import hashlib
-import json
 import os
 import platform
 import shlex
@@ -27,7 +26,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mm_utils import distributed
 from mm_utils.arguments import in_notebook
-from mm_utils.files import write_atomic
+from mm_utils.files import read_json, write_json
 from mm_utils.reports.model_card import library_versions
 from mm_utils.text import redact
 
@@ -54,7 +53,7 @@ def _launcher_name() -> str | None:
 def earlier_starts(folder: Path, launch: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Return a folder's starts, oldest first; with `launch`, those of the same launchers."""
     try:
-        starts = json.loads((folder / STARTS_FILE).read_text(encoding="utf-8"))
+        starts = read_json(folder / STARTS_FILE)
     except (OSError, ValueError):
         return []
     if not isinstance(starts, list):  # a file of somebody else
@@ -70,7 +69,8 @@ def folder_of_launch(name: str, launch: Sequence[str]) -> Path | None:
 def record_start(folder: Path, description: dict[str, Any], launch: Sequence[str]) -> None:
     """Append a start to `environment.json`."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    _write(folder, [*earlier_starts(folder), {**description, "launch": list(launch), "restarts": restarts}])
+    start = {**description, "launch": list(launch), "restarts": restarts}
+    write_json(folder / STARTS_FILE, [*earlier_starts(folder), start])
 
 
 class RestartRecord(TrainerCallback):
@@ -93,12 +93,8 @@ class RestartRecord(TrainerCallback):
     def _record(self, folder: Path, step: int) -> None:
         if starts := earlier_starts(folder):
             starts[-1]["resumed_from"] = step
-            _write(folder, starts)
+            write_json(folder / STARTS_FILE, starts)
         self.save_config()
-
-
-def _write(folder: Path, starts: list[dict[str, Any]]) -> None:
-    write_atomic(folder / STARTS_FILE, json.dumps(starts, indent=2) + "\n")
 
 
 # -- the environment of a start -----------------------------------------------------------------------------------------

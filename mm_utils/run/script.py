@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 
 from mm_utils import cores, distributed
 from mm_utils.arguments import end_before_the_start
+from mm_utils.data.batches.workers import end_workers
 from mm_utils.distributed import RunError
 from mm_utils.files import errno_of
 from mm_utils.text import SafeFormatter, one_line, passes_own_code, printable, redact
@@ -86,10 +87,7 @@ def run_script(main: Callable[[], Any], left: str = "What was not complete is no
             sys.unraisablehook = lambda *_: None  # of what was half made, such as a loader's processes
         sys.exit(1)
     finally:
-        if "torch" in sys.modules:  # only who has loaded it has any
-            from mm_utils.data.batches.workers import end_workers
-
-            end_workers()
+        end_workers()
         _end_soon(status if status is None or isinstance(status, int) else 1)
 
 
@@ -197,7 +195,9 @@ def explained(error: Exception) -> str:
     if isinstance(error, RuntimeError) and str(error).startswith("DataLoader "):  # torch raises it anywhere
         what = str(error).split(". ")[0].strip(".")  # without torch's own advice
         return f"{what}. Its memory or /dev/shm may have been full. {_SHARED}"
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or _is_out_of_memory(error):
+    from mm_utils.objectives.grad_cache import is_out_of_memory  # which a script that trains nothing does not load
+
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or is_out_of_memory(error):
         return f"The memory is full; {one_line(error)}. Give smaller batches, images or models."
     if distributed.world_size() > 1 and distributed.is_lost_connection(error):
         return (
@@ -205,14 +205,6 @@ def explained(error: Exception) -> str:
             f"says why. ({one_line(error, 200)})"
         )
     return ""
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if not isinstance(error, RuntimeError):
-        return False
-    from mm_utils.objectives.grad_cache import is_out_of_memory  # only who has loaded torch has such an error
-
-    return is_out_of_memory(error)
 
 
 def set_up_logging(main: bool = True, local_main: bool = True) -> None:

@@ -1,6 +1,5 @@
 """Start a run: processes, logging, output folder, seed."""
 
-import json
 import logging
 import os
 import warnings
@@ -18,6 +17,7 @@ from mm_utils.arguments import Parsed, to_dict
 from mm_utils.data.arguments import SPLIT_NAMES
 from mm_utils.data.training_data import TrainingData
 from mm_utils.distributed import RunError
+from mm_utils.files import write_json
 from mm_utils.reports.model_card import library_versions
 from mm_utils.run import rendezvous
 from mm_utils.run.launched import check_processes, launched_processes, refuse_settings
@@ -169,4 +169,4 @@ def report_metrics(
         )
         logger.info("%s", "\n".join([*lines, more]))
         if folder is not None:
-            Path(folder, "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+            write_json(Path(folder, "metrics.json"), metrics)

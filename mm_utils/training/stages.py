@@ -5,7 +5,6 @@ the best weights of the stage before it. Projections learn in both. With frozen 
 term of the head, a run is one stage.
 """
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mm_utils.checkpointing.files import step_of
 from mm_utils.checkpointing.state import RUN_FILE
+from mm_utils.files import read_json
 from mm_utils.objectives.joint import Objective
 from mm_utils.training.arguments import TrainingArguments, greater_is_better
 
@@ -136,7 +136,7 @@ def remaining(stages: Sequence[Stage], checkpoint: Path | None) -> list[Stage]:
     """Return the stages from that of a checkpoint on; a stage that had begun keeps its begin if the run is longer now."""
     if checkpoint is None:
         return list(stages)
-    stored = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["stage"]
+    stored = read_json(checkpoint / RUN_FILE)["stage"]
     place = next((place for place, stage in enumerate(stages) if stage.name == stored["name"]), 0)
     begun = replace(stages[place], begin=stored["begin"])
     later = stages[place + 1 :]

@@ -9,7 +9,6 @@ keep some of both, at no cost when the model is used. Weights that are new have 
 Shape letters are those of `mm_utils.training.closed_form`.
 """
 
-import json
 import logging
 import math
 import time
@@ -34,7 +33,7 @@ from mm_utils.evaluation.gained import read_log
 from mm_utils.evaluation.metrics import mean_gain
 from mm_utils.evaluation.reranking import DirectionRanks
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn, keep_weights
-from mm_utils.files import append_rows, write_atomic
+from mm_utils.files import append_rows, read_json, write_json
 from mm_utils.model.adapt import merged
 from mm_utils.model.encoding import vision_features
 from mm_utils.model.modeling_fusion_dual_encoder import (
@@ -103,7 +102,7 @@ def initialise(
         return
     if resumes:
         assert resume_from is not None
-        stored = json.loads((resume_from / "config.json").read_text(encoding="utf-8"))
+        stored = read_json(resume_from / "config.json")
         if any(stored[name] != getattr(model.config, name) for name in ("projection_dim", "dual_encoder_type")):
             widen(model, stored["projection_dim"])
         return
@@ -365,7 +364,7 @@ def interpolate_weights(
 
     def write() -> None:
         write_model(folder, model, data.processor)
-        write_atomic(folder / "wise_ft.json", json.dumps(report, indent=2) + "\n")
+        write_json(folder / "wise_ft.json", report)
         append_rows(folder / METRICS_FILE, logged)
 
     distributed.on_first(write)

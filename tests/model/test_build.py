@@ -504,10 +504,6 @@ def test_training_leaves_the_embeddings_of_images_bit_for_bit(
         found = after.encode_image(pixels, with_keys_values=False)[0]
         right = before.encode_image(pixels, with_keys_values=False)[0]
         assert torch.equal(found, right)
-        stock = AutoModel.from_pretrained(f"{out}/dual_encoder").eval()
-        image = stock.get_image_features(pixel_values=pixels).pooler_output
-        torch.testing.assert_close(torch.nn.functional.normalize(image, dim=-1), right, rtol=0, atol=1e-5)
-        assert AutoProcessor.from_pretrained(f"{out}/dual_encoder")(text="red").input_ids
     learnt = AutoModel.from_pretrained(words).state_dict()["embeddings.word_embeddings.weight"]
     assert not torch.equal(after.text_model.state_dict()["embeddings.word_embeddings.weight"], learnt)
 

@@ -209,7 +209,6 @@ def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatc
     for value, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(value, expected)
 
-    scores = model.caption_scores(keys_values, ids, mask)
     unknown = ids.clone()
     unknown[:, 2] = 33
     last = mask.clone()
@@ -217,7 +216,6 @@ def test_captioning_predicts_the_words_that_occur(monkeypatch: pytest.MonkeyPatc
     gone = model.caption_scores(keys_values, ids, mask * (torch.arange(16) < 2))
     with_unknown = model.caption_scores(keys_values, unknown, last)
     torch.testing.assert_close(with_unknown, gone - math.log(len(known)))
-    assert scores.isfinite().all()
 
     more = Captioning()
     more.prepare(model)

@@ -24,7 +24,7 @@ from mm_utils.search.index import open_index, write_info
 from mm_utils.search.listing import Listing, folder_listing, pair_listing
 from mm_utils.search.searcher import Searcher, best
 from mm_utils.search.updating import update_index
-from scripts import embed, eval_retrieval, search
+from scripts import search
 from tests.kit.media_files import clip, media_rows, tone
 from tests.kit.models import save_model
 from tests.search.conftest import make_embedder, update, write_photos
@@ -102,23 +102,6 @@ def test_a_file_that_is_gone_is_reranked_by_its_thumbnail(reranking_model: Path,
     assert after["0/004.png"] == before["0/004.png"]
 
 
-def test_recall_is_that_of_the_evaluation(model: Path, corpus: Path, own_cache: Path, tmp_path: Path) -> None:
-    data = ["--model_name_or_path", str(model), "--train_file", str(corpus), "--dataloader_num_workers", "0"]
-    expected = eval_retrieval.main([*data, "--rerank_top_k", "0"])
-    embed.main([*data, "--index_dir", str(tmp_path / "index"), "--split", "validation"])
-    found = Searcher(tmp_path / "index", device="cpu", read_captions=False)  # which hold the queries
-    rows = open_index(tmp_path / "index")[1]
-    queries = [(row["id"], caption) for row in rows for caption in row["captions"]]
-    ranks = [
-        next(hit.rank for hit in found.search_text(text, 99) if name in (hit.id, *hit.copies))
-        for name, text in queries
-    ]
-    for k in (1, 5):
-        # the tiny model's scores are close; rounding to float16 may swap one pair
-        recall = expected[f"text_to_image_recall@{k}"]
-        assert (np.array(ranks) <= k).mean() == pytest.approx(recall, abs=1.5 / len(ranks))
-
-
 @pytest.mark.parametrize(
     ("text", "wanted", "off"),
     [
@@ -186,38 +169,27 @@ def test_captions_count_twice_beside_the_images(
 ) -> None:
     """Scores are over the whole index, whatever part is searched; of a few with captions they are plain cosines."""
     monkeypatch.setattr("mm_utils.search.searcher._FEW", few)
-    found = Searcher(captioned, rerank_top_k=5, device="cpu", read_captions=read)
+    found = Searcher(captioned, device="cpu", read_captions=read)
     model, rows = load_model(found.info.model).eval(), open_index(captioned)[1]
     text = model.encode(texts=["a dog runs"])[0].numpy()
     images = np.array(rows["embedding"], np.float32)
-    cosine, slope = images @ text, np.ones(24)
+    cosine = images @ text
     score, has = cosine.copy(), [row for row, each in enumerate(CAPTIONS) if each]
     for row in has if read else ():
         mean = model.encode(texts=CAPTIONS[row]).mean(0).numpy()
         both = images[row] + 2 * mean / np.linalg.norm(mean)
-        slope[row] = 1 / np.linalg.norm(both)
-        score[row] = both @ text * slope[row]
+        score[row] = both @ text / np.linalg.norm(both)
     if read and few == 4:
         others = np.delete(score, has)
-        ratio = others.std() / score[has].std()
-        score[has] = others.mean() - 0.15 * others.std() + (score[has] - score[has].mean()) * ratio
-        slope[has] *= ratio
+        spread = others.std() / score[has].std()
+        score[has] = others.mean() - 0.15 * others.std() + (score[has] - score[has].mean()) * spread
     for folder in ("", "0"):
-        there = [row for row in np.argsort(-score) if rows[int(row)]["id"].startswith(folder)]
+        there = [row for row in range(24) if rows[row]["id"].startswith(folder)]
         before = found.within(folder).search_text("a dog runs", 24, rerank=False)
         assert {hit.row: hit.score for hit in before} == pytest.approx({row: score[row] for row in there}, abs=2e-3)
         assert {hit.row: hit.cosine for hit in before} == pytest.approx({row: cosine[row] for row in there}, abs=1e-5)
         assert [hit.score for hit in before] == sorted((hit.score for hit in before), reverse=True)
         assert found.within(folder).search_text("a dog runs", 7, rerank=False) == before[:7]
-        after = found.within(folder).search_text("a dog runs", 24)
-        assert [hit.row for hit in after[5:]] == [hit.row for hit in before[5:]]
-        assert sorted(hit.row for hit in after[:5]) == sorted(hit.row for hit in before[:5])
-        first = [hit.reranked for hit in after[:5]]
-        assert first == sorted(first, reverse=True)
-        head = {hit.row: (hit.reranked - hit.score) / slope[hit.row] for hit in after[:5]}
-        alone = Searcher(captioned, rerank_top_k=24, device="cpu", read_captions=False)
-        added = {hit.row: hit.reranked - hit.score for hit in alone.search_text("a dog runs", 24)}
-        assert head == pytest.approx({row: added[row] for row in head}, abs=0.02)
 
 
 def test_a_code_finds_the_images_that_have_it_first(captioned: Path) -> None:
@@ -246,8 +218,7 @@ FILTERS = [  # a filter, and which of 30 pictures it lets through: picture n lie
     ({"until": "2024-05-10"}, lambda n: n <= 9),
     ({"since": "2024-05-03", "until": "2024-05-03"}, lambda n: n == 2),
     ({"folder": "1", "since": "2024-05", "until": "2024-05-20"}, lambda n: n % 2 == 1 and n <= 19),
-    ({"since": "2024", "until": "2024-05"}, lambda n: True),
-    ({"since": "1901", "until": "9998"}, lambda n: True),
+    ({"since": "1901", "until": "2024-05"}, lambda n: True),
     ({"until": "2023"}, lambda n: False),
 ]
 

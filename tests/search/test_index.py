@@ -95,6 +95,7 @@ def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) ->
         "page.jpg": "no_image",
         "away.jpg": "outside_root",
     }
+    assert update(index, model, photos)["skipped"] == 3
     (photos / "0/000.png").write_bytes(whole)
     done = update(index, model, photos)
     assert (done["embedded"], done["kept"], done["images"]) == (1, 3, 4)

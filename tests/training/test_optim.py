@@ -49,7 +49,6 @@ def test_only_matrices_decay(model: FusionDualEncoderModel) -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes", "tokens"),
     [
-        ("vit", {"intermediate_size": 32}, {"cls_token", "position_embeddings"}),
         ("clip_vision_model", {"intermediate_size": 32}, {"class_embedding", "position_embedding.weight"}),
         ("dinov2_with_registers", {}, {"cls_token", "register_tokens", "mask_token", "position_embeddings"}),
         ("beit", {"use_relative_position_bias": True}, {"cls_token", "relative_position_bias_table"}),
@@ -95,20 +94,15 @@ def test_frozen_parameters_have_no_group(model: FusionDualEncoderModel) -> None:
 
 
 def test_cosine_rises_once_and_falls_once() -> None:
-    for steps, share in ((1, 0.5), (7, 0.0), (7, 1.0), (300, 0.2)):
+    for steps, share in ((1, 0.5), (7, 0.0), (7, 1.0), (1000, 0.1)):
         rates = [schedule(step, steps, OptimizerArguments(warmup_ratio=share)) for step in range(steps)]
         assert all(0 < rate <= 1 for rate in rates)
         peak = rates.index(max(rates))
         assert rates[: peak + 1] == sorted(set(rates[: peak + 1]))
         assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    args = OptimizerArguments(warmup_ratio=0.1)
-    rates = [schedule(step, 1000, args) for step in range(1000)]
-    assert rates[0] == pytest.approx(0.01)
-    assert rates[49] == pytest.approx(0.5)
-    assert rates[99] == rates[100] == 1
-    assert rates[550] == pytest.approx(0.5)
-    assert rates[325] == pytest.approx(0.5 + math.sqrt(0.125))
-    assert 0 < rates[999] < 1e-5
+    found = [rates[step] for step in (0, 49, 99, 100, 325, 550)]
+    assert found == pytest.approx([0.01, 0.5, 1, 1, 0.5 + math.sqrt(0.125), 0.5])
+    assert rates[999] < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from PIL import Image
 from mm_utils.plots import RetrievalExample, _draw_lines, draw_retrieval, new_figure, plot_training
 from mm_utils.reports.model_card import CardInfo, encoders, search_code, write_model_card
 
-TOKEN = "hf_abcDEFghiJKLmnoPQRstuVWXyz0123456789"
-
 
 def card(**changes: object) -> CardInfo:
     values: dict[str, object] = {

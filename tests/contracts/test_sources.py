@@ -25,7 +25,7 @@ from mm_utils.data.streams.stream import open_stream
 from scripts import prepare_data
 from tests.kit.fault_images import draw, png
 from tests.kit.media_files import COLOURS, clip, tone
-from tests.kit.reading import content, lines, put, read, write, write_tar
+from tests.kit.reading import content, lines, read, write, write_tar
 
 COUNT = 6
 CAPTIONS = [f'picture {at}, a "red" one; or | not, of {at}' for at in range(COUNT)]
@@ -364,14 +364,3 @@ def test_what_lies_in_a_source_is_read_or_named(name: str, tmp_path: Path) -> No
     assert fields or texts >= {f"text {at}" for at in range(min(count, 3))} | (
         {"other"} if name.startswith("two") else set()
     )
-
-
-def test_a_cell_without_bytes_is_the_path_of_its_image(tmp_path: Path) -> None:
-    put(*_SIX)(tmp_path)
-    kind = pa.schema({"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "caption": pa.string()})
-    for share in (1, 2):
-        cells = [{"bytes": png(draw(at)) if at % share else None, "path": f"{at}.png"} for at in range(6)]
-        table = pa.Table.from_pylist([{"image": cell, "caption": "a"} for cell in cells], kind)
-        pq.write_table(table, tmp_path / "p.parquet", write_statistics=share == 2)
-        good, bad = read(tmp_path / "p.parquet")
-        assert (len({content(record) for record in good}), bad) == (6, [])

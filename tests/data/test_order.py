@@ -1,7 +1,6 @@
 """The order of the global batches: complete, distinct, a function of the step, the same for any number of processes."""
 
 from collections import Counter
-from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -11,9 +10,7 @@ from hypothesis import strategies as st
 from mm_utils import distributed
 from mm_utils.data.batches.order import (
     ATTEMPTS,
-    Draw,
     GlobalOrder,
-    RankBatches,
     choose_captions,
     evaluation_batches,
     replacement_rows,
@@ -51,23 +48,6 @@ def test_rows_moved_over_an_epoch_stay_uniform() -> None:
     crossing = Counter(row for seed in range(3000) for row, epoch in in_order(5, 3, seed).batch(1) if epoch == 1)
     assert sum(crossing.values()) == 3000
     assert max(crossing.values()) < 720  # 600 in expectation, with a standard deviation of 22
-
-
-@pytest.mark.parametrize("world", [1, 2, 5])
-@pytest.mark.parametrize(("num_rows", "batch_size"), [(37, 8), (10, 3), (64, 64)])
-def test_ranks_share_out_every_batch(num_rows: int, batch_size: int, world: int) -> None:
-    order, start, stop = in_order(num_rows, batch_size, 7), 3, 20
-    shares: list[list[list[Draw]]] = []
-    for rank in range(world):
-        with pytest.MonkeyPatch.context() as patch:
-            on_rank(patch, rank, world)
-            batches = RankBatches(order, start, stop)
-            shares.append(list(batches))
-            assert len(batches) == len(shares[-1]) == stop - start
-    for step, parts in zip(range(start, stop), zip(*shares, strict=True), strict=True):
-        turns = [draw for turn in zip_longest(*parts) for draw in turn if draw is not None]
-        assert turns == order.batch(step)
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(1, 6))

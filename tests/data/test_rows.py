@@ -413,16 +413,6 @@ def test_columns_of_two_kinds_are_a_question(tmp_path: Path) -> None:
         read(path, medium="clip")
 
 
-def test_parts_of_files_are_media_of_their_own(folder: Path) -> None:
-    files(folder, "a.mp4")
-    rows = [{"video": "a.mp4", "start": 0.5, "end": 2, "caption": "a"}, {"video": "a.mp4", "end": 1, "caption": "b"}]
-    parts = [("a.mp4#0.5-2", (0.5, 2)), ("a.mp4#-1", (None, 1))]
-    assert [(record.id, record.cut) for record in read(listed(folder, *rows))[0]] == parts
-    table = write(folder / "rows.csv", "video,start,end,caption\na.mp4,0.5,2,a\na.mp4,,,b\n")
-    parts = [("a.mp4#0.5-2.0", (0.5, 2.0)), ("a.mp4", (None, None))]  # type: ignore[list-item]
-    assert [(record.id, record.cut) for record in read(table)[0]] == parts
-
-
 # -- tars ---------------------------------------------------------------------------------------------------------------
 
 

@@ -312,19 +312,6 @@ def test_any_step_is_that_part_of_the_epochs_one_after_the_other(order: Interlea
     assert [slot.position for slot in slots] == list(range(first, first + size))
 
 
-@given(orders(), st.data())
-def test_parts_share_a_step_and_within_an_epoch_a_shard_is_read_by_one(
-    order: InterleavedOrder, data: st.DataObject
-) -> None:
-    parts = data.draw(st.integers(1, order.groups + 3))
-    owner: dict[tuple[int, int], int] = {}
-    for step in range(order.sizes.step_of(order.num_rows) + 1):
-        read = [order.batch(step, part, parts) for part in range(parts)]
-        assert sorted(slot for slots in read for slot in slots) == order.batch(step)
-        for part, slots in enumerate(read):
-            assert all(owner.setdefault((slot.epoch, slot.shard), part) == part for slot in slots)
-
-
 def test_a_stream_of_many_billion_rows_is_found_at_once() -> None:
     order = InterleavedOrder([10**8 + shard for shard in range(64)], BatchSizes((0,), (4096,)), 0, 64, 256)
     slots = order.batch(order.num_rows // 4096 - 2)

@@ -6,13 +6,11 @@ import math
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ import psutil
 import pytest
 import torch
 
-from mm_utils.checkpointing.files import find_checkpoint, step_of
 from mm_utils.distributed import RunError
 from mm_utils.reliability import watchdog
 from mm_utils.training.arguments import NONFINITE_FILE
@@ -28,7 +25,7 @@ from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
 from tests.faults.rank_runs import LONGEST, SAVE_STEPS, Action, Fault, Raise, Sleep, freeze, kill, start, terminate
 from tests.kit.processes import PATIENCE, ROOT, free_port, kill_family, on_loopback, wait_until
-from tests.kit.tiny_run import STEPS, Signalled, TinyRun, alone, digest, exact_run, exiting, losses, slow, train
+from tests.kit.tiny_run import STEPS, TinyRun, alone, exact_run, slow, train
 
 TOLERANCE = 1e-5  # where the number of processes differs
 STRUCK = 5  # the step that something happens in, if nothing else is said
@@ -278,31 +275,6 @@ def test_a_callback_that_wants_something_on_one_process(tmp_path: Path, wish: st
     assert ended.statuses == [0, 0], ended.text
     done = {note["step"] for note in rank_runs.notes_in(run.folder, "steps")}
     assert len(done) < STEPS if wish == "should_training_stop" else len(done) == STEPS
-
-
-# -- signals ------------------------------------------------------------------------------------------------------------
-AT = [("batch", 1), ("forward", 5), ("end", 6), ("evaluation", 4), ("evaluation", STEPS), ("saved", 6), ("end", STEPS)]
-SIGNALLED = [(AT[1], signal.SIGTERM), (AT[3], signal.SIGINT), (AT[6], signal.SIGUSR1)]
-OTHERS = [case for case in product(AT, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)) if case not in SIGNALLED]
-
-
-@pytest.mark.parametrize(("place", "number"), [*SIGNALLED, *(slow(*case) for case in OTHERS)])
-def test_a_signal_loses_no_step(
-    place: tuple[str, int], number: signal.Signals, straight: Path, tmp_path: Path
-) -> None:
-    """A storm of signals is one."""
-    run = TinyRun(tmp_path / "run", strike=Signalled(*place, number, times=3))
-    status, _ = alone(exiting, run)
-    path = find_checkpoint("latest", run.folder)
-    if path is None:  # stopped while the metric was tried, before the first step
-        assert place == ("batch", 1)
-    else:
-        assert step_of(path) >= place[1]
-    assert status == 128 + number or (place[1] == STEPS and status == 0)
-    status, (_, last, _) = alone(train, replace(run, strike=TinyRun(run.folder).strike))
-    assert (status, last) == (0, STEPS)
-    assert digest(run.folder) == digest(straight)
-    assert losses(run.folder) == losses(straight)
 
 
 # -- restarts and long runs ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from mm_utils.model import compile
-from mm_utils.model.short_attention import ShortAttention, attention
+from mm_utils.model.short_attention import ShortAttention
 from tests.kit.objectives import global_batch, tiny_objective
 
 
@@ -81,12 +81,3 @@ def test_short_attention_is_attention(length: int, kind: str) -> None:
     ours = results(lambda *inputs: ShortAttention.apply(*inputs, mask, kind == "causal", 64**-0.5), HALF)
     for mine, theirs, right in zip(ours, results(plain, HALF), results(plain, torch.float64), strict=True):
         assert (mine.double() - right).norm() < 1.2 * (theirs.double() - right).norm()
-
-
-def test_attention_that_is_not_short_or_not_on_a_gpu_is_that_of_transformers() -> None:
-    query = torch.randn(2, 4, 9, 16)
-    key = torch.randn(2, 4, 9, 16)
-    value = torch.randn(2, 4, 9, 16)
-    found, _ = attention(torch.nn.Identity(), query, key, value, None, is_causal=False)
-    right = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-    torch.testing.assert_close(found, right)

@@ -205,18 +205,6 @@ def test_a_command_works_in_the_shell_that_started_the_run(
     assert launcher() == started.replace("BIN", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"train_file": "t.csv", "validation_file": "v.csv"}, ["--train_file", "t.csv", "--validation_file", "v.csv"]),
-        ({"max_seq_length": 32, "max_train_samples": 9}, ["--max_seq_length", "32"]),
-    ],
-)
-def test_the_evaluation_reads_the_data_of_the_run(settings: dict[str, object], words: list[str]) -> None:
-    command = evaluation_command(Path("m"), {"max_seq_length": 64, **settings}, "validation")
-    assert shlex.split(command)[2:] == ["--model_name_or_path", "m", *words, "--split", "validation"]
-
-
 # -- what the figures of a finished run rest on ------------------------------------------------------------------------
 draw_examples = finish.draw_examples  # a fixture leaves the drawing out
 

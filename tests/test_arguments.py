@@ -183,7 +183,8 @@ def test_help_has_the_doc_every_flag_and_its_default_and_of_many_the_usual_ones(
 
 def test_words_beside_the_flags_fill_the_one_that_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
     given = parse_args(First, Second, argv=["a", "--limit", "2", "--verbose", "b c", "-hat"], rest="name")
-    first, second = given[First], given[Second]
+    first = given[First]
+    second = given[Second]
     assert first.verbose  # a flag of yes or no takes no other word
     assert (first.name, first.learning_rate, second.limit) == ("a b c -hat", 0.5, 2)
     for flag in ("--unknown", "-limit"):

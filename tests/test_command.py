@@ -108,7 +108,8 @@ def test_all_gpus_are_taken_unless_a_number_is_given(name, monkeypatch):
 @pytest.mark.parametrize("name", [*(path.stem for path in ACCELERATE), "default"])
 def test_a_file_starts_what_a_run_can_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that which `accelerate config default` writes; or it names the package that is missing."""
-    file, environments = ROOT / f"accelerate_configs/{name}.yaml", list[dict[str, str]]()
+    file = ROOT / f"accelerate_configs/{name}.yaml"
+    environments = list[dict[str, str]]()
     if name == "default":
         file = tmp_path / "default_config.yaml"
         write_basic_config(save_location=str(file))

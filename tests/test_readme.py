@@ -238,10 +238,13 @@ def known_flags() -> set[str]:
 def write_inputs(folder: Path, count: int = 72) -> None:
     """Write the photographs and captions that the README's commands read."""
     (folder / "photos").mkdir(exist_ok=True)
-    noise, rows = random.Random(0), []
+    noise = random.Random(0)
+    rows = []
     for number in range(1, count + 1):
-        colour, shape = list(COLOURS)[number % len(COLOURS)], ("circle", "square")[number % 2]
-        image, spot = draw(colour, shape, 72), (noise.randrange(48), noise.randrange(48))
+        colour = list(COLOURS)[number % len(COLOURS)]
+        shape = ("circle", "square")[number % 2]
+        image = draw(colour, shape, 72)
+        spot = (noise.randrange(48), noise.randrange(48))
         image.paste(Image.effect_noise((24, 24), noise.uniform(20, 90)).convert("RGB"), spot)
         image.save(folder / f"photos/{number:04d}.jpg")
         captions = [f"a {colour} {shape}, number {number}", f"{shape} {number} in {colour}"]

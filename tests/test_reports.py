@@ -48,7 +48,8 @@ def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path
     path = write_model_card(
         tmp_path, card(medium=medium, about=about, usage=usage, tags=(f"{column}-text-retrieval",))
     )
-    loaded, text = ModelCard.load(path).data, path.read_text(encoding="utf-8")
+    loaded = ModelCard.load(path).data
+    text = path.read_text(encoding="utf-8")
     assert loaded.tags == [f"{column}-text-retrieval", *([column] if medium != "image" else []), "custom_code"]
     code = text.partition("```python\n")[2].partition("```")[0]
     compile(code, "card", "exec")

@@ -87,7 +87,8 @@ def test_what_a_killed_process_left_is_removed_and_what_one_writes_is_not(tmp_pa
 
 
 def test_a_folder_is_replaced_or_restored(tmp_path: Path) -> None:
-    final, new = tmp_path / "final", tmp_path / "new"
+    final = tmp_path / "final"
+    new = tmp_path / "new"
     for number in range(3):
         new.mkdir()
         (new / "number").write_text(str(number))

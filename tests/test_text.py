@@ -30,15 +30,20 @@ from tests.kit.corpora import write_corpus
 from tests.kit.hub import TOKEN, FakeTracker, Hub
 from tests.kit.stock_folders import write_stock
 
-PASSWORD, KEY, TYPED = "pw-S3cr3tCanary-1", "0123456789abcdefS3cr3tCanary2", "S3cr3tCanary3"
+PASSWORD = "pw-S3cr3tCanary-1"
+KEY = "0123456789abcdefS3cr3tCanary2"
+TYPED = "S3cr3tCanary3"
 CANARIES = (TOKEN, PASSWORD, KEY, TYPED)
 
 
 @contextmanager
 def own_log() -> Iterator[io.StringIO]:
     """Catch what a script logs to stderr with its own handler, without those of pytest."""
-    root, shown = logging.getLogger(), io.StringIO()
-    level, hook, root.handlers = root.level, sys.excepthook, []
+    root = logging.getLogger()
+    shown = io.StringIO()
+    level = root.level
+    hook = sys.excepthook
+    root.handlers = []
     try:
         with redirect_stderr(shown):
             yield shown

@@ -97,7 +97,8 @@ def test_every_bad_row_is_in_the_quarantine_and_nothing_else_is(zoo: Corpus, pre
 
 
 def test_the_report_counts_the_rows(zoo: Corpus, prepared: Path) -> None:
-    report, pairs = report_of(prepared), load_from_disk(str(prepared))
+    report = report_of(prepared)
+    pairs = load_from_disk(str(prepared))
     kept = Counter(pair.source for pair in zoo.pairs)
     assert {source["name"]: source["rows"] for source in report["sources"]} == zoo.rows
     assert {source["name"]: source["kept"] for source in report["sources"]} == {name: kept[name] for name in zoo.rows}
@@ -132,7 +133,8 @@ def test_no_line_of_the_log_and_of_the_quarantine_is_made_by_a_caption(
 
 # -- sources that cannot be read as a whole -----------------------------------------------------------------------------
 LINES = b'{"image": "0.png", "caption": "a dog"}\n{"image": "1.png", "caption": "a cat"}\n'
-GONE, BOXES = b'{"image": "none.png", "caption": "a dog"}\n', b'{"images": [], "annotations": [{"image_id": 1}]}'
+GONE = b'{"image": "none.png", "caption": "a dog"}\n'
+BOXES = b'{"images": [], "annotations": [{"image_id": 1}]}'
 SIX = (LINES * 9 + GONE * 2) * 3
 FRAMES = b'{"frames": ["0.png", "1.png"], "caption": "a dog"}\n'
 REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: there is none), keys and flags, the message
@@ -241,7 +243,8 @@ def test_a_pattern_leaves_out_no_folder_in_silence_and_has_an_end(
 
 def test_a_cell_that_is_no_text_stops_nothing(tmp_path: Path) -> None:
     put("a.png", "b.png", "c.png")(tmp_path)
-    images, captions = ([b"a.png", b"b.png", b"\xff"], [b"a", b"\xff", b"c"])
+    images = [b"a.png", b"b.png", b"\xff"]
+    captions = [b"a", b"\xff", b"c"]
     columns = {
         "image": pa.array(images),
         "caption": pa.array(captions),
@@ -283,7 +286,8 @@ def rows_in(path: Path, text: bytes | str) -> tuple[list[tuple[int, Any]], dict[
     tabs=st.booleans(),
 )
 def test_csv_is_read_as_the_standard_library_does(tmp_path: Path, cells: list[tuple[str, str]], tabs: bool) -> None:
-    delimiter, text = "\t" if tabs else ",", io.StringIO(newline="")
+    delimiter = "\t" if tabs else ","
+    text = io.StringIO(newline="")
     csv.writer(text, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows([("n", "m"), *cells])
     expected = list(csv.DictReader(io.StringIO(text.getvalue(), newline=""), delimiter=delimiter, strict=True))
     rows, _ = rows_in(tmp_path / ("p.tsv" if tabs else "p.csv"), text.getvalue())
@@ -345,6 +349,7 @@ def test_an_archive_cut_or_flipped_anywhere_gives_only_whole_samples(tmp_path: P
         shards[f"flipped-{at}"] = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
     found = prepare_all(tmp_path, {**shards, "whole": whole})
     begins = [whole.index(f"{number}.txt".encode()) for number in range(1, 6)]  # whose headers end the samples before
-    cuts = {name: int(name[4:]) if name.startswith("cut-") else begin for name in shards}
-    before = {name: [sum(at + 512 <= cut for at in begins)] for name, cut in cuts.items()}
-    assert found == {**before, "whole": []}
+    assert found.pop("whole") == []
+    for name, samples in found.items():
+        cut = int(name[4:]) if name.startswith("cut-") else begin
+        assert samples == [sum(at + 512 <= cut for at in begins)], name

@@ -76,7 +76,9 @@ NAMES = ["..", ".", "sub", "inside.png", "deep.png", "secret.png", "folder_out",
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(st.sampled_from(NAMES), min_size=1, max_size=7), absolute=st.booleans())
 def test_a_resolved_path_lies_below_the_root(root: Path, parts: list[str], absolute: bool) -> None:
-    name, refused, path = "/".join(parts), "", ""
+    name = "/".join(parts)
+    refused = ""
+    path = ""
     try:
         path = Jail(str(root)).resolve(f"{root.parent}/{name}" if absolute else name)
     except Fault as fault:
@@ -97,7 +99,8 @@ def test_a_file_is_read_within_limits_and_again_after_errors_that_pass(
         ("inside.png", 9, (), "too_many_bytes"), ("inside.png", 99, (5, 10), "read_error"),
     ]:  # fmt: skip
         assert reason_of(lambda: read_file(str(root / name), most, *part)) == reason, name  # noqa: B023
-    real, calls = os.open, []
+    real = os.open
+    calls = []
 
     def flaky(path: str, *args: int) -> int:
         calls.append(path)
@@ -190,7 +193,8 @@ CASES = [(way, "pretrain") for way in WAYS] + [(way, door) for way in [*WAYS][:2
 
 @pytest.mark.parametrize(("way", "door"), CASES)
 def test_a_data_set_reads_no_file_outside_of_its_folder(way: str, door: str, private: Path, tmp_path: Path) -> None:
-    folder, (make, message) = tmp_path / "published", WAYS[way]
+    folder = tmp_path / "published"
+    (make, message) = WAYS[way]
     folder.mkdir()
     make(folder, private)
     with pytest.raises(ValueError, match=rf"^[^\n]*({message})[^\n]*$") as caught:
@@ -244,7 +248,8 @@ def test_a_look_alike_of_a_prepared_set_reads_no_file_elsewhere(decoded: bool, p
 
 def test_links_in_a_folder_that_lead_out_are_refused(tmp_path: Path) -> None:
     """Captions, lists and archives as of images; a pipe is not waited for."""
-    secret, inside = write(tmp_path / "secret", "my password\n"), tmp_path / "images"
+    secret = write(tmp_path / "secret", "my password\n")
+    inside = tmp_path / "images"
     write(inside / "c.txt", "a dog")
     for name in "abc":
         (inside / f"{name}.jpg").write_bytes(b"x")

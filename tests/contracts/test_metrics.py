@@ -143,12 +143,12 @@ class BagModel:
             self.token[TOKENIZER.convert_tokens_to_ids("cat")] = NAN
         examples: list[dict[str, Any]] = [{"input_ids": [], "caption_keys": []} for _ in self.image]
         self.batches = evaluation_batches(examples, case.batch_size, case.unreadable)
-        texts = [[TOKENIZER(template.replace("{}", name)).input_ids for template in TEMPLATES] for name in CLASSES]
-        means = [
-            normalize(torch.stack([normalize(self.token[ids].sum(0), dim=0) for ids in of_class]).mean(0), dim=0)
-            for of_class in texts
-        ]
-        self.cosine = self.image @ torch.stack(means).T
+        self.cosine = self.image @ torch.stack([self.mean_of(name) for name in CLASSES]).T
+
+    def mean_of(self, name: str) -> Tensor:
+        """The direction of the mean of a class's texts."""
+        texts = [TOKENIZER(template.replace("{}", name)).input_ids for template in TEMPLATES]
+        return normalize(torch.stack([normalize(self.token[ids].sum(0), dim=0) for ids in texts]).mean(0), dim=0)
 
     def encode_image(self, pixel_values: Tensor, with_keys_values: bool) -> tuple[Tensor, None]:
         return self.image[pixel_values[:, 0, 0, 0].round().long()], None
@@ -269,8 +269,10 @@ def test_ranks_equal_sorting(
     right = split.caption_key_T[:, None] == split.image_key_M
     if kinds:
         split.text_key_T = torch.randint(kinds, (len(split.text_TE),), generator=torch.Generator().manual_seed(seed))
-        texts_of = [split.text_key_T[split.caption_key_T == key].tolist() for key in split.image_key_M]
-        right = torch.tensor([[key in keys for keys in texts_of] for key in split.text_key_T.tolist()])
+        columns = []
+        for key in split.image_key_M:
+            columns.append(torch.isin(split.text_key_T, split.text_key_T[split.caption_key_T == key]))
+        right = torch.stack(columns, 1)
     expected = by_definition(split.text_TE @ split.image_ME.T, right)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embeddings, "BLOCK", block)

@@ -91,7 +91,8 @@ def test_every_number_has_a_least_and_a_most(
         for flag, field in fields.items():
             if not {int, float} & {hints[flag], *get_args(hints[flag])}:
                 continue
-            least, most = field.metadata["help"].least, field.metadata["help"].most
+            least = field.metadata["help"].least
+            most = field.metadata["help"].most
             assert field.default is None or least <= field.default <= most
             (tmp_path / "config.yaml").write_text(f"{flag}: .nan\n")
             for words in (f"--{flag}={least - 1}", f"--{flag}={most + 1}", f"--config={tmp_path}/config.yaml"):

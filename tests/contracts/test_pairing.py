@@ -25,8 +25,12 @@ from mm_utils.data.streams.stream import StreamLoader, open_stream
 from mm_utils.model.processor import train_tokenizer
 from scripts import prepare_data
 
-COUNT, SIZE, LEVELS, GAP = 90, 24, 6, 51
-BATCH, STEPS = 7, 28  # two epochs
+COUNT = 90
+SIZE = 24
+LEVELS = 6
+GAP = 51
+BATCH = 7
+STEPS = 28  # two epochs
 TOKENIZER = train_tokenizer([f"number {' '.join(f'{number:03d}')} again again" for number in range(COUNT)], 100)
 
 
@@ -52,10 +56,10 @@ def number_said(text: str) -> int:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A file of all captions of an image in a row, and a set prepared of half of it and a file of a caption a row, by store."""
     root = tmp_path_factory.mktemp("pairing")
+    rows = []
     for number in range(COUNT):
         Image.new("RGB", (60 + number % 7, 40 + number % 5), colour(number)).save(root / f"{number}.png")
-    captions = {number: [caption_of(number, at) for at in range(number % 3 + 1)] for number in range(COUNT)}
-    rows = [{"image": f"{number}.png", "captions": texts} for number, texts in captions.items()]
+        rows.append({"image": f"{number}.png", "captions": [caption_of(number, at) for at in range(number % 3 + 1)]})
     for name, part in (("all.jsonl", rows), ("some.jsonl", rows[: COUNT // 2])):
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in part))
     rest = [(at, number) for number in range(COUNT // 2, COUNT) for at in range(number % 3 + 1)]
@@ -116,7 +120,8 @@ def test_each_image_has_its_captions_in_the_same_steps(source: str, how: str, so
     else:
         rows = tokenize_captions(rows_of(sources[source]), TOKENIZER, 16)
         evaluated = [number for batch in loaders().evaluation(rows, 4) for number in check(batch)]
-        order, count = GlobalOrder(len(rows), BatchSizes((0,), (BATCH,)), 1), len(rows)
+        order = GlobalOrder(len(rows), BatchSizes((0,), (BATCH,)), 1)
+        count = len(rows)
         make = lambda workers, start, stop: loaders(workers).train(rows, order, start, stop)  # noqa: E731
     world, workers, stop_at = HOW[how]
     steps: list[list[int]] = [[] for _ in range(STEPS)]

@@ -76,7 +76,9 @@ from tests.kit.media_files import clip, jpeg, media_rows, steady, tone, video, w
 from tests.kit.media_files import picture as made_picture
 from tests.kit.numbered_rows import FEATURES, new_tokenizer, rows_of
 
-SIDE, MOST, RATE = 32, 12, 1000
+SIDE = 32
+MOST = 12
+RATE = 1000
 CPU = torch.device("cpu")
 RNG = np.random.default_rng(0)
 
@@ -187,7 +189,8 @@ def test_crops_stay_inside_and_keep_their_area(width: int, height: int, min_area
     left, top, right, bottom = _random_box(width, height, min_area, random.Random(seed))
     assert 0 <= left < right <= width
     assert 0 <= top < bottom <= height
-    across, down = right - left, bottom - top  # each rounded by half a pixel at most
+    across = right - left
+    down = bottom - top  # each rounded by half a pixel at most
     assert (across - 0.5) * (down - 0.5) <= largest * (1 + 1e-9)
     assert (across + 0.5) * (down + 0.5) >= largest * min_area * (1 - 1e-9)
     assert (across - 0.5) / (down + 0.5) <= 4 / 3 + 1e-9
@@ -200,10 +203,10 @@ def test_training_resizes_a_crop_as_a_saved_model_would(size: int) -> None:
     for seed, (width, height) in enumerate([(16, 16), (97, 97), (224, 300), (7, 40), (640, 480), (333, 127)] * 4):
         pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
         shown, window = squares([pixels, pixels[::-1]], size, 0.3, random.Random(seed))
-        left, right = (round(edge * width) for edge in (window.left, window.right))
-        top, bottom = (round(edge * height) for edge in (window.top, window.bottom))
+        across = slice(round(window.left * width), round(window.right * width))
+        down = slice(round(window.top * height), round(window.bottom * height))
         for frame, of_training in zip([pixels, pixels[::-1]], shown, strict=True):
-            assert torch.equal(of_training, resized(frame[top:bottom, left:right].copy(), size, size))
+            assert torch.equal(of_training, resized(frame[down, across].copy(), size, size))
 
 
 # -- clips --------------------------------------------------------------------------------------------------------------
@@ -219,7 +222,9 @@ def wide_pixels() -> bytes:
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 32, 48, "yuv420p"
+        stream.width = 32
+        stream.height = 48
+        stream.pix_fmt = "yuv420p"
         stream.codec_context.sample_aspect_ratio = Fraction(3)
         for at in range(20):
             container.mux(stream.encode(av.VideoFrame.from_image(made_picture(at % 7 == 0, at / 10).resize((32, 48)))))
@@ -264,7 +269,8 @@ def test_the_matrix_of_a_camera_turns() -> None:
 def test_every_door_sees_the_same_frames(tmp_path: Path) -> None:
     """Up to what storing frames as JPEG changes, the frames of a file are those of training, embedding and search."""
     for name, make in CLIPS.items():
-        path, content = tmp_path / name, make()
+        path = tmp_path / name
+        content = make()
         path.write_bytes(content)
         row = {"bytes": store_clip(read_frames(content, 4), 4)[0], "path": None}
         assert stock_file(content, Clip(SIDE)) == row["bytes"]  # what an index keeps and embeds
@@ -305,15 +311,18 @@ def sounds(seconds: float, rate: int = RATE, min_share: float = 1.0, jitter: flo
 
 
 def test_a_tower_gets_what_its_extractor_makes_and_a_short_sound_is_filled_up_as_there() -> None:
-    ast, old_ast = (ASTFeatureExtractor(num_mel_bins=16, max_length=98) for _ in range(2))
-    old_ast.window_seconds, ast.pads_frames = 1.0, True
-    whisper, raw = WhisperFeatureExtractor(8, chunk_length=1), Wav2Vec2FeatureExtractor()
-    loops, fused = (
-        ClapFeatureExtractor(16, 16000, max_length_s=1, frequency_max=8000, truncation=how, padding="repeat")
-        for how in ("rand_trunc", "fusion")
-    )
+    ast = ASTFeatureExtractor(num_mel_bins=16, max_length=98)
+    ast.pads_frames = True
+    old_ast = ASTFeatureExtractor(num_mel_bins=16, max_length=98)
+    old_ast.window_seconds = 1.0
+    whisper = WhisperFeatureExtractor(8, chunk_length=1)
+    raw = Wav2Vec2FeatureExtractor()
+    clap: Any = {"max_length_s": 1, "frequency_max": 8000, "padding": "repeat"}
+    loops = ClapFeatureExtractor(16, 16000, truncation="rand_trunc", **clap)
+    fused = ClapFeatureExtractor(16, 16000, truncation="fusion", **clap)
     samples = RNG.normal(0, 4000, 7000).astype(np.int16)
-    silent, twice = np.pad(samples, (0, 9000)), np.tile(samples, 3)[:16000]
+    silent = np.pad(samples, (0, 9000))
+    twice = np.tile(samples, 3)[:16000]
     for owner, filled, shape in (
         (ast, samples, (98, 16)),
         (old_ast, silent, (98, 16)),
@@ -377,11 +386,13 @@ def test_sounds_are_resampled_onto_the_towers_clock() -> None:
 @given(st.integers(0, 999), st.sampled_from([0.0, 3.0, 12.0]), st.sampled_from([1000, 16000]))
 def test_bands_are_louder_or_softer_and_nothing_moves(seed: int, decibels: float, loud: int) -> None:
     """Of two tones, which are bins of the spectrum; what would be too loud is softer as a whole, and nothing is cut off."""
-    time, bins = np.arange(4000) / 8000, [250, 1500]
+    time = np.arange(4000) / 8000
+    bins = [250, 1500]
     before = (loud * (np.sin(2 * np.pi * 500 * time) + np.sin(2 * np.pi * 3000 * time))).astype(np.int16)
     after = vary_loudness(before, 8000, decibels, random.Random(seed))
     assert np.array_equal(after, vary_loudness(before, 8000, decibels, random.Random(seed)))
-    was, found = (abs(np.fft.rfft(each)) for each in (before, after))
+    was = abs(np.fft.rfft(before))
+    found = abs(np.fft.rfft(after))
     assert np.delete(found, bins).max() < 0.02 * found.max() + 2 * len(before) ** 0.5  # no other tone; rounding
     if loud == 1000:
         assert (abs(20 * np.log10(found[bins] / was[bins])) <= 2 * decibels + 0.1).all()
@@ -507,14 +518,17 @@ def test_the_processor_knows_the_window() -> None:
 
 
 def test_batches_on_the_device_are_what_the_tower_takes() -> None:
-    sound, moving = processor("sound", seconds=2.0), processor("clip", frames=2)
-    rows, loaders = examples_of("sound", [counting(3000), counting(400)], [3.0, 0.4]), loaders_of(sound)
+    sound = processor("sound", seconds=2.0)
+    moving = processor("clip", frames=2)
+    rows = examples_of("sound", [counting(3000), counting(400)], [3.0, 0.4])
+    loaders = loaders_of(sound)
     [batch] = loaders.evaluation(rows, 2)
     heard = [np.arange(begin, begin + count, dtype=np.float32) / 32768 for begin, count in ((500, 2000), (0, 400))]
     expected = sound.feature_extractor(heard, sampling_rate=RATE, return_tensors="pt")["input_features"]
     torch.testing.assert_close(batch["pixel_values"], expected.float(), atol=1e-3, rtol=0)
     assert loaders.blank(3).shape[1:] == expected.shape[1:]
-    clips, loaders = examples_of("clip", [brightening(8)], [2.0]), loaders_of(moving)
+    clips = examples_of("clip", [brightening(8)], [2.0])
+    loaders = loaders_of(moving)
     [batch] = loaders.evaluation(clips, 2)
     whole = Pairs(clips, EvaluationTransform(loaders.medium))[0, 0]["pixel_values"]
     torch.testing.assert_close(batch["pixel_values"][0], (whole / 255 - 0.5) / 0.25, atol=1e-5, rtol=0)
@@ -586,7 +600,8 @@ def test_one_transparent_colour_of_a_palette_or_of_grey_is_white(mode: str) -> N
 
 
 def test_sixteen_bits_are_rounded_to_the_nearest_of_eight() -> None:
-    values, buffer = np.arange(0, 65536, 111, dtype=np.uint16)[None], io.BytesIO()
+    values = np.arange(0, 65536, 111, dtype=np.uint16)[None]
+    buffer = io.BytesIO()
     Image.fromarray(values).save(buffer, "PNG")
     expected = np.floor(values[0].astype(float) * 255 / 65535 + 0.5)
     assert np.array_equal(np.asarray(open_picture(buffer.getvalue()))[0, :, 0], expected)

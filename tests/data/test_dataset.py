@@ -112,7 +112,8 @@ def test_a_broken_image_is_left_out_of_evaluation_and_replaced_in_training(token
     assert [batch["skipped_ids"] for batch in evaluated] == [["id-2"], ["id-7"], []]
     assert evaluated[0]["skipped"][0].startswith("image id-2: embedded image: ")
     assert sum(len(batch["rows"]) for batch in evaluated) == 10
-    order, replacements = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0), set[int]()
+    order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
+    replacements = set[int]()
     for step, batch in enumerate(loaders().train(rows, order, 0, 30)):
         drawn = [row for row, _ in order.batch(step)]
         assert batch["skipped_ids"] == [f"id-{row}" for row in drawn if row in (2, 7)]
@@ -148,10 +149,8 @@ def test_replacements_are_the_same_on_any_ranks_and_after_a_restart(
 
 def test_a_batch_of_broken_images_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     """Also the share of a rank without a row, if there are more ranks than rows in a batch."""
-    rows, order = (
-        tokenize_captions(rows_of(4, broken=range(4)), tokenizer, 16),
-        GlobalOrder(4, BatchSizes((0,), (4,)), 0),
-    )
+    rows = tokenize_captions(rows_of(4, broken=range(4)), tokenizer, 16)
+    order = GlobalOrder(4, BatchSizes((0,), (4,)), 0)
     [batch] = loaders().train(rows, order, 0, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "rank", lambda: 4)
@@ -219,7 +218,8 @@ def test_half_of_the_images_are_mirrored_where_no_caption_has_sides(
 ) -> None:
     picture = Image.new("RGB", (20, 20))
     picture.paste("white", (0, 0, 10, 20))
-    value, captions = {"bytes": encode(picture, "png"), "path": None}, ["a picture", caption]
+    value = {"bytes": encode(picture, "png"), "path": None}
+    captions = ["a picture", caption]
     rows = [{"id": str(row), "image": value, "captions": captions} for row in range(40)]
     pairs = training_pairs(
         tokenize_captions(Dataset.from_list(rows, features=FEATURES), tokenizer, 16), horizontal_flip=True
@@ -264,7 +264,8 @@ def test_tokens_are_made_once_and_anew_for_other_settings(own_cache: Path, monke
     assert len(written) == 1
     with monkeypatch.context() as patch:
         patch.setattr("mm_utils.data.batches.tokens.caption_key", lambda _: pytest.fail("tokenised again"))
-        fresh, used = new_tokenizer(), new_tokenizer()
+        fresh = new_tokenizer()
+        used = new_tokenizer()
         used(["one two"], truncation=True, max_length=5, padding=True)  # a tokenizer keeps its last settings
         for tokenizer in (fresh, used, fresh):
             assert tokenize_captions(rows, tokenizer, 16).to_dict() == before.to_dict()
@@ -327,7 +328,8 @@ def one_row(*captions: str, image_id: str = "a") -> Dataset:
     return Dataset.from_list([row], features=FEATURES)
 
 
-CUT, UNKNOWN = "a picture " * 20, r"^Texts: \d+% of the tokens are unknown .* --text_model_name_or_path"
+CUT = "a picture " * 20
+UNKNOWN = r"^Texts: \d+% of the tokens are unknown .* --text_model_name_or_path"
 UNREAD: dict[str, tuple[list[str], list[str]]] = {
     "whole": (["a picture", "picture one"], []),
     "one of two is cut": ([CUT, "a picture"], [r"^Texts: the model reads 16 tokens. 1 of 2 \(50.0%\) are longer; the longest has 42, .* --max_seq_length"]),

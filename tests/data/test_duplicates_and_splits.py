@@ -120,7 +120,8 @@ def test_a_small_set_has_a_fifth_for_validation_unless_a_share_is_given(tmp_path
     def held_out(rows: list[dict[str, Any]], **flags: Any) -> int:
         return len(decide(rows, tmp_path, **flags).rows.get("validation", ()))
 
-    rows, free = [row(place) for place in range(40)], {"validation_fraction": None}
+    rows = [row(place) for place in range(40)]
+    free = {"validation_fraction": None}
     assert [held_out(rows, **free), held_out(rows, **free, test_fraction=0.3), held_out(rows)] == [8, 8, 0]
     assert held_out(rows, validation_fraction=0.6) > 16
     rows[0]["split"] = "validation"  # then there is one
@@ -221,7 +222,8 @@ def test_a_row_without_a_split_goes_where_its_image_is_and_new_rows_move_no_old_
     assert set(many.values()) == set(SPLITS)
 
 
-NAMED_SPLITS, NAMES = st.sampled_from([None, *SPLITS]), st.sampled_from([None, "p", "q"])
+NAMED_SPLITS = st.sampled_from([None, *SPLITS])
+NAMES = st.sampled_from([None, "p", "q"])
 DRAWN = st.lists(st.tuples(st.integers(0, 9), st.booleans(), NAMED_SPLITS, NAMES), min_size=2, max_size=24)
 
 
@@ -340,7 +342,8 @@ def test_groups_are_the_connected_rows_and_cross_no_splits_once_leaks_are_droppe
 
 
 def test_splits_have_their_shares_and_no_group_crosses_them() -> None:
-    keys, shares = [f"image-{at}" for at in range(5000)], (0.8, 0.1, 0.1)
+    keys = [f"image-{at}" for at in range(5000)]
+    shares = (0.8, 0.1, 0.1)
     group = groups(5000, np.random.default_rng(0).integers(0, 5000, (1500, 2)))
     splits = assign_splits(group, keys, shares)
     assert (splits == splits[group]).all()

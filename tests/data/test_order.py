@@ -30,7 +30,8 @@ def on_rank(patch: pytest.MonkeyPatch, rank: int, world: int) -> None:
 
 def test_seeds_share_no_epoch() -> None:
     """Seed 7 has no epoch of seed 8: neither the order, the captions nor the replacement rows."""
-    ones, keys = np.ones(3000, np.int64), np.random.default_rng(3).integers(0, 2**63 - 1, 3000)
+    ones = np.ones(3000, np.int64)
+    keys = np.random.default_rng(3).integers(0, 2**63 - 1, 3000)
     orders = {seed: GlobalOrder(3000, BatchSizes((0,), (1500,)), seed) for seed in (7, 8, 9)}
     drawn = []
     for seed, epoch in [(7, 1), (8, 0), (7, 2), (9, 0)]:

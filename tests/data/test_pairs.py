@@ -75,7 +75,8 @@ def test_without_a_source_the_embedded_scenes_are_loaded(tmp_path: Path, monkeyp
 
 
 def test_what_stands_beside_the_captions_of_an_image_is_joined(folder: Path) -> None:
-    box, other = {"box": [0.0, 0.0, 1.25, 1.0], "phrase": "a"}, {"box": [1.0, 1.0, 2.0, 2.0], "phrase": "b"}
+    box = {"box": [0.0, 0.0, 1.25, 1.0], "phrase": "a"}
+    other = {"box": [1.0, 1.0, 2.0, 2.0], "phrase": "b"}
     rows = [{**row, "languages": ["en"], "regions": [box], "x": 1} for row in rows_of()]
     rows[0].update(captions=["", "Bild"])
     rows[1].update(captions=["same", "same"], negatives=["a", "b"])

@@ -78,7 +78,8 @@ def test_a_clean_caption_stays_clean(value: str, limit: int) -> None:
 
 
 # -- a chunk of rows ----------------------------------------------------------------------------------------------------
-STORED_JPEG, RAW = Storage("jpeg", 64), Storage("raw", 64)
+STORED_JPEG = Storage("jpeg", 64)
+RAW = Storage("raw", 64)
 
 
 def record(data: bytes, *captions: Any, where: str = "line 1", **values: Any) -> Record:
@@ -284,7 +285,8 @@ def split(name: str, count: int, **changes: Any) -> Dataset:
     for row in range(count):
         data = io.BytesIO()
         Image.new("RGB", (40 + row, 30), (row * 5 % 256, 90, 200)).save(data, format="PNG")
-        image, captions = {"bytes": data.getvalue(), "path": None}, [f"caption {row}", "another"]
+        image = {"bytes": data.getvalue(), "path": None}
+        captions = [f"caption {row}", "another"]
         rows.append(
             {"id": f"{name}-{row}", "image": image, "width": 40 + row, "height": 30, "captions": captions, **changes}
         )

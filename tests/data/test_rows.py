@@ -180,7 +180,8 @@ def test_columns_ids_regions_negatives_and_splits_are_read(folder: Path) -> None
         {"i": "b.jpg", "c": "zwei", "n": "x", "split": "restval", "negatives": ["drei"]},
         {"i": "c.jpg", "c": "x", "n": None},
     ]
-    path, names = listed(folder, *rows), {"image_column": "i", "caption_column": "c"}
+    path = listed(folder, *rows)
+    names = {"image_column": "i", "caption_column": "c"}
     good, bad = read(path, **names, id_column="n")
     found = [(row.id, row.split, row.regions, row.negatives) for row in good]
     assert found == [(str(2**70), "validation", [1], None), ("x", "train", None, ["drei"])]
@@ -237,7 +238,8 @@ def test_paths_begin_at_a_root_and_near_misses_are_named(folder: Path) -> None:
 
 def test_parquet_cells_are_read_in_any_order_and_empty_ones_are_faults(folder: Path) -> None:
     rows: list[dict[str, Any]] = [{"image": f"image {at}".encode(), "caption": "a"} for at in range(150)]
-    rows[7]["image"], rows[8]["image"] = b"", None
+    rows[7]["image"] = b""
+    rows[8]["image"] = None
     pq.write_table(pa.Table.from_pylist(rows), folder / "p.parquet", row_group_size=70)
     good, _ = read(folder / "p.parquet")
     for at in random.Random(0).sample([at for at in range(150) if at not in (7, 8)], 60):
@@ -470,7 +472,8 @@ def test_samples_of_two_kinds_are_a_question(tmp_path: Path) -> None:
 def test_a_large_extended_header_is_refused_before_it_is_searched(kind: bytes, tmp_path: Path) -> None:
     """Python before 3.11.10 searches digits in quadratic time (CVE-2024-6232): a megabyte takes a quarter of an hour."""
     head = tarfile.TarInfo("x")
-    head.type, head.size = kind, 1 << 20
+    head.type = kind
+    head.size = 1 << 20
     held = head.tobuf(tarfile.USTAR_FORMAT) + b"1" * head.size
     (tmp_path / "a.tar").write_bytes(held + tarfile.TarInfo("a.txt").tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
     began = time.process_time()

@@ -39,7 +39,8 @@ from tests.kit.numbered_rows import pairs_of
 from tests.kit.reading import write_tar
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-SIZES, SCHEDULE = [30, 22, 41, 9, 38, 20], BatchSizes((0, 5), (12, 20))
+SIZES = [30, 22, 41, 9, 38, 20]
+SCHEDULE = BatchSizes((0, 5), (12, 20))
 IMAGE = media.Image(8, min_crop_area=0.5)
 KINDS = ("tar", "one file")
 
@@ -71,7 +72,8 @@ def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Stream, datasets.Dataset]]:
     """A stream, and the rows of its shards in one table on disk."""
-    folder, kind = tmp_path_factory.mktemp("shards"), request.param
+    folder = tmp_path_factory.mktemp("shards")
+    kind = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         rows = datasets.Dataset.from_list(shards.rows_of(range(sum(SIZES))), features=shards.FEATURES)
@@ -93,7 +95,8 @@ def test_examples_are_those_of_a_set_on_disk_and_every_image_comes_once_an_epoch
     case: tuple[Stream, datasets.Dataset], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     stream, rows = case
-    steps, sizes = steps_of(stream, tokenizer), stream.order.sizes
+    steps = steps_of(stream, tokenizer)
+    sizes = stream.order.sizes
     last = sizes.step_of(2 * stream.order.num_rows) + 1
     straight = batches_of(steps, 0, last)
     held = stream.validation["id"]
@@ -196,7 +199,8 @@ def test_the_fingerprint_changes_with_rows_sizes_and_content(kind: str, tmp_path
     source = shards.write_shards(tmp_path, kind, SIZES)
     before = opened(source)
     assert opened(source).fingerprint == before.fingerprint
-    shard, others = tmp_path / f"002.{kind}", range(1000, 1000 + SIZES[2])
+    shard = tmp_path / f"002.{kind}"
+    others = range(1000, 1000 + SIZES[2])
     size = shard.stat().st_size
     shards.write_tar(shard, others) if kind == "tar" else shards.write_parquet(shard, shards.rows_of(others))
     assert kind != "tar" or shard.stat().st_size == size
@@ -290,7 +294,8 @@ def plain_epoch(order: InterleavedOrder, epoch: int) -> list[tuple[int, int]]:
     """Shard and row of all draws: the groups filled one shard after the other, then sorted by where their rows stand."""
     groups: list[list[tuple[int, int]]] = [[] for _ in range(order.groups)]
     for shard in np.random.default_rng([order.seed, epoch]).permutation(len(order.rows)).tolist():
-        least, rows = min(groups, key=len), list(range(order.rows[shard]))
+        least = min(groups, key=len)
+        rows = list(range(order.rows[shard]))
         for block, first in enumerate(range(0, len(rows), order.block_size)):
             inside = rows[first : first + order.block_size]
             shuffled = np.random.default_rng([order.seed, epoch, shard, block]).permutation(len(inside))
@@ -303,7 +308,8 @@ def plain_epoch(order: InterleavedOrder, epoch: int) -> list[tuple[int, int]]:
 
 @given(orders(), st.integers(0, 20))
 def test_any_step_is_that_part_of_the_epochs_one_after_the_other(order: InterleavedOrder, step: int) -> None:
-    first, size = order.sizes.before(step), order.sizes.at(step)
+    first = order.sizes.before(step)
+    size = order.sizes.at(step)
     epochs = range(first // order.num_rows, (first + size) // order.num_rows + 1)
     listed = [(epoch, *row) for epoch in epochs for row in plain_epoch(order, epoch)]
     begin = first - epochs[0] * order.num_rows
@@ -351,7 +357,8 @@ def test_rows_are_counted_and_read_from_any_row_on_in_any_order(kind: str, place
 def test_files_are_counted_by_what_lies_beside_them_and_again_when_they_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, stats = fsspec.filesystem("memory"), b'{"successes": 12}'
+    files = fsspec.filesystem("memory")
+    stats = b'{"successes": 12}'
 
     def by_name(self: Any, path: str, version_id: None = None, start: int = 0, end: int | None = None) -> bytes:
         return self.open(path, "rb").read()[start:end] if version_id is None else pytest.fail("as s3fs has it")
@@ -436,8 +443,11 @@ def test_a_pipe_is_no_shard(suffix: str, tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, usual, pauses = shards.write_tar(tmp_path / "a.tar", range(3)), shard_files.regular_file, list[float]()
-    reader, errors = ShardReader([Shard(str(path), 0, 3)], SOURCE), [errno.EIO, errno.ESTALE, errno.EBUSY]
+    path = shards.write_tar(tmp_path / "a.tar", range(3))
+    usual = shard_files.regular_file
+    pauses = list[float]()
+    reader = ShardReader([Shard(str(path), 0, 3)], SOURCE)
+    errors = [errno.EIO, errno.ESTALE, errno.EBUSY]
 
     def faltering(url: str) -> Any:
         if errors:
@@ -461,10 +471,8 @@ def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
 def test_rows_follow_the_rules_of_preparing_or_give_their_place_and_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, raw = (
-        str(tmp_path / "s.parquet"),
-        {"bytes": b"bytes", "path": "raw:1x1"},
-    )  # which says the size of stored pixels
+    path = str(tmp_path / "s.parquet")
+    raw = {"bytes": b"bytes", "path": "raw:1x1"}  # which says the size of stored pixels
     good = {"image": raw, "caption": ["a", None, " ", "b", "a"], "id": "7", "split": "test"}
     changes: list[tuple[dict[str, Any], str]] = [
         ({}, ""), ({"id": "8", "image": None}, "image_missing: the image is not in the shard"),

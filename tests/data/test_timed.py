@@ -29,7 +29,8 @@ from tests.kit.reading import intact_rows
 
 # -- times --------------------------------------------------------------------------------------------------------------
 CLICKS = (0.35, 0.8)
-_LONG, _WITH_SOUND = (14.0, 8_000, (12.5,)), {"sound": clicking(1.4, clicks=(0.7,)), "delay": 0.5}
+_LONG = (14.0, 8_000, (12.5,))
+_WITH_SOUND = {"sound": clicking(1.4, clicks=(0.7,)), "delay": 0.5}
 _CODECS = [
     ("ogg", "libopus", 48_000, 2),
     ("mp3", "libmp3lame", 44_100, 1),
@@ -198,11 +199,16 @@ def many_streams() -> bytes:
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
-SOUND, CLIP = wav(clicking(1.0, clicks=(0.5,))), animation(8)
-FLAC, MP3 = encoded(clicking(2.0), 8000, "flac", "flac"), encoded(clicking(2.0, 16_000), 16_000, "mp3", "libmp3lame")
-MKV, MP4 = video(steady(10, 2)), video(steady(10, 2), form="mp4")
-NOISE, PCM = np.random.default_rng(0).bytes(4000), clicking(1.0).tobytes()
-PAGE, STILL = b"<!doctype html><title>404</title>", save(picture(False), "JPEG")
+SOUND = wav(clicking(1.0, clicks=(0.5,)))
+CLIP = animation(8)
+FLAC = encoded(clicking(2.0), 8000, "flac", "flac")
+MP3 = encoded(clicking(2.0, 16_000), 16_000, "mp3", "libmp3lame")
+MKV = video(steady(10, 2))
+MP4 = video(steady(10, 2), form="mp4")
+NOISE = np.random.default_rng(0).bytes(4000)
+PCM = clicking(1.0).tobytes()
+PAGE = b"<!doctype html><title>404</title>"
+STILL = save(picture(False), "JPEG")
 PLAYLIST = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"
 
 
@@ -289,7 +295,9 @@ def test_bad_media_are_set_aside_and_good_ones_are_kept(column: str, cases: Case
     """A good row, then each case and another good row behind it."""
     (tmp_path / "media").mkdir()
     listed = [(reason, case) for reason, those in cases.items() for case in those]
-    rows, wanted, kept = list[dict[str, Any]](), dict[str, set[str]](), set[int]()
+    rows = list[dict[str, Any]]()
+    wanted = dict[str, set[str]]()
+    kept = set[int]()
 
     def add(content: bytes, columns: dict[str, Any], reason: str, stays: bool) -> None:
         number = len(rows)

@@ -38,7 +38,8 @@ def run(flags: list[str], folder: Path, precision: str = "no", config: str = "fs
     words = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml"), "--mixed_precision", precision]
     words += ["--num_processes", "2", "--main_process_port", "0"]
     if config == "two_processes":
-        words, environment = [*words, str(ROOT / "scripts/pretrain.py")], {"ACCELERATE_USE_CPU": "true"}
+        words = [*words, str(ROOT / "scripts/pretrain.py")]
+        environment = {"ACCELERATE_USE_CPU": "true"}
     else:
         words += ["-m", "tests.distributed.test_backends"]
         environment = {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
@@ -84,7 +85,8 @@ def test_sharded_and_plain_runs_learn_the_same_and_go_on(config: str, tiny_flags
     # Adam would enlarge the rounding of its first gradients.
     flags = [*tiny_flags, "--optim", "sgd", "--learning_rate", "0.1", "--global_batch_size", "7"]
     flags += ["--max_grad_norm", "0.5", "--save_steps", "2", "--eval_steps", "2"]
-    plain, sharded = tmp_path / "plain", tmp_path / "sharded"
+    plain = tmp_path / "plain"
+    sharded = tmp_path / "sharded"
     pretrain.main([*flags, "--output_dir", str(plain)])
     run(flags, sharded, config=config)
     assert losses(sharded) == pytest.approx(losses(plain), rel=1e-5)

@@ -38,7 +38,9 @@ from mm_utils.training.trainer import Trainer, Training
 from tests.kit.processes import let_accelerate_find_ranks, run_on_ranks
 from tests.kit.stock_folders import write_stock
 
-STEPS, STOP, BATCH = 4, 2, 16
+STEPS = 4
+STOP = 2
+BATCH = 16
 TOLERANCE = 1e-5
 # An epsilon far below the gradients would divide rounding by rounding: where a gradient is zero but for the last digits,
 # those digits would choose the direction of a whole step.
@@ -83,7 +85,8 @@ class Watched:
     """A loader that writes down which images it yielded."""
 
     def __init__(self, loader: DeviceLoader):
-        self.loader, self.wait = loader, 0.0
+        self.loader = loader
+        self.wait = 0.0
         self.image_ids: list[list[str]] = []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -114,7 +117,9 @@ def scenes_on_this_rank(accelerator: Accelerator, model_args: ModelArguments) ->
 def runs_on_this_rank(root: Path, cases: list[Case]) -> dict[Case, list[list[str]]]:
     """Train; return which images each step showed this rank."""
     let_accelerate_find_ranks()
-    accelerator, scenes, seen = make_accelerator(), dict[str, Any](), {}
+    accelerator = make_accelerator()
+    scenes = dict[str, Any]()
+    seen = {}
     for case in cases:
         kind = case[0] if case[0] in STOCK else "scratch"
         if kind not in scenes:
@@ -196,7 +201,8 @@ def test_hardware_only_changes_the_speed(launches: Launches, tmp_path: Path) -> 
             steps = zip(*(shares[case] for shares in by_rank), strict=True)
             together = [sorted(image_id for share in step for image_id in share) for step in steps]
             assert together == rows.setdefault(name, together)[STOP if resumed else 0 :], (world, case)
-            right, found = weights_of(folder_of(tmp_path, 1, name, 1)), weights_of(folder_of(tmp_path, world, *case))
+            right = weights_of(folder_of(tmp_path, 1, name, 1))
+            found = weights_of(folder_of(tmp_path, world, *case))
             assert found.keys() == right.keys()
             for weight, value in right.items():
                 assert error(found[weight], value) < TOLERANCE, (weight, world, case)
@@ -204,5 +210,6 @@ def test_hardware_only_changes_the_speed(launches: Launches, tmp_path: Path) -> 
         assert len(rows[name]) == STEPS
         assert len(set(rows[name][0])) == BATCH
         reference = folder_of(tmp_path, 1, name, 1)
-        half_way, end = weights_of(reference / f"checkpoint-{STOP}"), weights_of(reference)
+        half_way = weights_of(reference / f"checkpoint-{STOP}")
+        end = weights_of(reference)
         assert max(error(half_way[weight], value) for weight, value in end.items()) > 10 * TOLERANCE

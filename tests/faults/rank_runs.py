@@ -84,7 +84,9 @@ class Striker:
 
     def __init__(self, faults: Sequence[Fault], folder: Path, begun: int):
         self.faults = [replace(fault) for fault in faults if fault.rank in (None, distributed.rank())]
-        self.folder, self.begun, self.batch = folder, begun, dict[str, Any]()
+        self.folder = folder
+        self.begun = begun
+        self.batch = dict[str, Any]()
         self.trainer: Trainer | None = None
 
     def __call__(self, place: str, step: int) -> None:
@@ -98,7 +100,8 @@ class Striker:
     def watch(self, trainer: Trainer) -> None:
         """Have this called at all places of a trainer."""
         self.trainer = trainer
-        run, start = trainer.step.run, trainer.writer.start
+        run = trainer.step.run
+        start = trainer.writer.start
 
         def noted_run(batch: dict[str, Any], number: int) -> Any:
             batch["pixel_values"] = batch["pixel_values"].to(trainer.model.dtype)
@@ -122,7 +125,8 @@ class Striker:
 
             setattr(owner, name, struck)
 
-        trainer.step.run, trainer.writer.start = noted_run, striking_start  # type: ignore[method-assign]
+        trainer.step.run = noted_run
+        trainer.writer.start = striking_start  # type: ignore[method-assign]
         before(trainer.captured, "save_model", "last", 0)
         before(trainer, "log", "log", 0)
         before(trainer.accelerator, "backward", "backward")
@@ -158,7 +162,9 @@ def _process(rank: int, world: int, port: int, begun: int, run: TinyRun, faults:
 
 def main() -> None:
     """A tiny run under a launcher."""
-    folder, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder = Path(sys.argv[1])
+    seed = int(sys.argv[2])
+    kills = int(sys.argv[3])
     torch.set_num_threads(1)
     args = TrainingArguments(output_dir=str(folder))
     started = start_run("tiny", Parsed([args]))
@@ -166,7 +172,8 @@ def main() -> None:
     faults = [Fault(Sleep(0.1), "end", 0, None, times=STEPS)]  # for checkpoints to be complete a step later
     if begun < kills:
         random.seed(100 * seed + begun)
-        step, place = random.choice(range(2, 5)) + 3 * begun, random.choice(["batch", "forward", "backward", "end"])
+        step = random.choice(range(2, 5)) + 3 * begun
+        place = random.choice(["batch", "forward", "backward", "end"])
         faults.append(Fault(kill, place, min(step, STEPS), random.randrange(distributed.world_size())))
     notes_of(folder).mkdir(exist_ok=True)
     held = folder.with_name(f"{folder.name}.hold")
@@ -182,7 +189,8 @@ def start(world: int, run: TinyRun, *faults: Fault) -> Ended:
     """Start a run, or start it again, and wait until all processes but stopped ones have ended, or for too long."""
     notes_of(run.folder).mkdir(parents=True, exist_ok=True)
     run.folder.mkdir(parents=True, exist_ok=True)
-    begun, port = len(list(notes_of(run.folder).glob("*-0.err"))), free_port()
+    begun = len(list(notes_of(run.folder).glob("*-0.err")))
+    port = free_port()
     processes = [
         forks().Process(target=_process, args=(rank, world, port, begun, run, faults)) for rank in range(world)
     ]
@@ -296,7 +304,8 @@ class Hold:
     """Let the third step of a process last until a signal comes or a file is gone."""
 
     def __init__(self, file: Path):
-        self.file, self.steps = file, 0
+        self.file = file
+        self.steps = 0
 
     def __call__(self, trainer: Trainer, batch: dict[str, Any]) -> None:
         self.steps += 1

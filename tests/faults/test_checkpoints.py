@@ -32,7 +32,8 @@ from mm_utils.checkpointing.files import (
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter
 from tests.kit.tiny_run import STEPS, alone
 
-LAST, LIMIT = 5, 2
+LAST = 5
+LIMIT = 2
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
@@ -40,7 +41,8 @@ class Copied:
     """Stands for a snapshot of a step; `fault` is called in the middle of writing."""
 
     def __init__(self, step: int, fault: Callable[[], None] = lambda: None, value: float | None = None):
-        self.step, self.fault = step, fault
+        self.step = step
+        self.fault = fault
         self.weights = {"weight": torch.full((64,), float(step) if value is None else value)}
 
     def write(self, folder: Path) -> None:
@@ -83,7 +85,8 @@ def steps_in(folder: Path) -> list[int]:
 def test_the_loop_goes_on_while_a_slow_disk_is_written_to_and_two_saves_never_overlap(
     writer: CheckpointWriter, tmp_path: Path
 ) -> None:
-    go_on, inside = threading.Event(), [0, 0]
+    go_on = threading.Event()
+    inside = [0, 0]
 
     def write_slowly() -> None:
         inside[0] += 1
@@ -160,7 +163,8 @@ def killed_at(point: int, folder: Path) -> tuple[int, bool]:
         told = os.read(reader, LAST)
         os.close(reader)
         return max(told, default=0), os.WIFSIGNALED(status)
-    count, real = itertools.count(1), os.fsync
+    count = itertools.count(1)
+    real = os.fsync
 
     def strike() -> None:
         if threading.current_thread().name == "checkpoint" and next(count) == point:
@@ -247,7 +251,8 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(
 ) -> None:
     """Each file of a checkpoint, one after the other."""
     run = shutil.copytree(straight, tmp_path / "run")
-    newest, older = run / f"checkpoint-{STEPS}", run / "checkpoint-9"
+    newest = run / f"checkpoint-{STEPS}"
+    older = run / "checkpoint-9"
     for path in sorted(newest.iterdir()):
         good = path.read_bytes()
         DAMAGES[damage](path, older / path.name)

@@ -130,7 +130,8 @@ def prepare(flags: list[str]) -> None:
 
 def run_until(flags: list[str], work: Path, moment: Callable[[Path], bool], delay: float) -> bool:
     """Prepare in a process group and kill it, `delay` seconds after `moment`; False if it ended before."""
-    process, late = forks().Process(target=prepare, args=(flags,)), time.monotonic() + LONGEST
+    process = forks().Process(target=prepare, args=(flags,))
+    late = time.monotonic() + LONGEST
     process.start()
     while process.is_alive() and time.monotonic() < late and not moment(work):
         time.sleep(0.002)
@@ -176,9 +177,12 @@ def test_workers_end_with_a_parent_that_is_killed() -> None:
 
 def test_a_killed_run_resumes_and_gives_the_same_result(whole: Whole, tmp_path: Path) -> None:
     """Killed after two of eight chunks, of two files each, and again when the result is written."""
-    output, work = tmp_path / "killed", tmp_path / "killed.partial"
+    output = tmp_path / "killed"
+    work = tmp_path / "killed.partial"
     flags = flags_of(whole.zoo, output)
-    rng, before, kills = random.Random(0), dict[str, tuple[int, int]](), 0
+    rng = random.Random(0)
+    before = dict[str, tuple[int, int]]()
+    kills = 0
     for moment in (
         lambda work: len(finished(work)) >= 4,
         lambda work: (work / "result" / "dataset_dict.json").exists(),

@@ -29,10 +29,8 @@ from tests.kit.tiny_run import STEPS, TinyRun, alone, exact_run, slow, train
 
 TOLERANCE = 1e-5  # where the number of processes differs
 STRUCK = 5  # the step that something happens in, if nothing else is said
-LOST, WAITS = (
-    "lost the connection to another one",
-    "waiting for another process, which is stopped, or whose machine is lost",
-)
+LOST = "lost the connection to another one"
+WAITS = "waiting for another process, which is stopped, or whose machine is lost"
 
 
 @dataclass
@@ -60,7 +58,8 @@ class Case:
 
 def be_quick(trainer: Trainer, batch: dict[str, Any]) -> None:
     """End a phase in which others may wait for long after six seconds."""
-    watchdog.SLOW_PHASE_TIMEOUT, watchdog.WAITING_SECONDS = 6.0, 2.0
+    watchdog.SLOW_PHASE_TIMEOUT = 6.0
+    watchdog.WAITING_SECONDS = 2.0
 
 
 class Shorten:
@@ -135,7 +134,10 @@ QUICK = {
     "killed and resumed on three": killed(1, "batch", 5),  # in every bit
     "stopped": Case(
         [Fault(be_quick, "start", 0, None), Fault(freeze, "backward", STRUCK, 1)],
-        *([1, None], {0: WAITS}, {"ddp_timeout": 3.0}, 1),
+        [1, None],
+        {0: WAITS},
+        {"ddp_timeout": 3.0},
+        1,
     ),
     "hangs in a step": hanging("tower", 8, "step", r"\d+"),
     "has a mistake": raised(MISTAKE, "batch", STRUCK, 0),
@@ -152,11 +154,15 @@ QUICK = {
     ),
     "has a model that is not finite": Case(
         [Fault(break_a_weight, "optimizer", STEPS, None)],
-        *([1, 1], {0: "the weights after the last step are not finite"}, {"save_steps": 0}),
+        [1, 1],
+        {0: "the weights after the last step are not finite"},
+        {"save_steps": 0},
     ),
     "runs out of memory": Case(  # on both, one again: the step is taken again in smaller parts
         [Fault(FULL, "tower", STRUCK, 0), Fault(FULL, "backward", STRUCK, 1)],
-        *([0, 0], {None: "ran out of memory"}, {"micro_batch_size": "auto"}),
+        [0, 0],
+        {None: "ran out of memory"},
+        {"micro_batch_size": "auto"},
     ),
 }
 PLACES = [("batch", 1), ("batch", 5), ("tower", 2), ("backward", 8), ("optimizer", 4), ("end", 7), ("evaluation", 4),
@@ -166,7 +172,7 @@ SLOW = {
     "hangs in an evaluation": hanging("evaluation", 4, "evaluation", r"(?:[6-9]|\d\d)"),
     "has a tenth step that is not finite": Case(
         [Fault(nan_pixels, "taken", step, 1) for step in range(4, 16)],
-        *([1, 1], {0: "10 steps had a loss or a gradient that is not finite"}, {"max_steps": 16}),
+        [1, 1], {0: "10 steps had a loss or a gradient that is not finite"}, {"max_steps": 16},
     ),
 }  # fmt: skip
 
@@ -316,7 +322,8 @@ def test_a_machine_joins_and_is_killed(exact: Path, tmp_path: Path) -> None:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     (hold := tmp_path / "run.hold").touch()
-    port, agents = free_port(), list[subprocess.Popen[bytes]]()
+    port = free_port()
+    agents = list[subprocess.Popen[bytes]]()
     try:
         for number, name in enumerate(("first", "second"), 1):
             agents.append(torchrun(tmp_path, port, name))
@@ -336,7 +343,8 @@ def test_a_machine_joins_and_is_killed(exact: Path, tmp_path: Path) -> None:
     assert rank_runs.difference(tmp_path / "run", exact) <= TOLERANCE
 
 
-LONG, EVERY = 2000, 100
+LONG = 2000
+EVERY = 100
 
 
 class Measure:

@@ -33,10 +33,18 @@ def _put(path: Path, content: bytes | list[Any]) -> None:
 
 def _write_pictures(folder: Path) -> None:
     """48 pictures of a shape on noise, with two captions and a box."""
-    noise, rows, stored, images, captions, karpathy = np.random.default_rng(0), [], [], [], [], []
+    noise = np.random.default_rng(0)
+    rows = []
+    stored = []
+    images = []
+    captions = []
+    karpathy = []
     for n in range(48):
-        colour, shape = ("red", "green", "blue")[n % 3], ("ellipse", "rectangle")[n // 3 % 2]
-        x, y, split = n % 4 * 5, n // 6 % 4 * 5, "train" if n % 4 < 3 else "val"
+        colour = ("red", "green", "blue")[n % 3]
+        shape = ("ellipse", "rectangle")[n // 3 % 2]
+        x = n % 4 * 5
+        y = n // 6 % 4 * 5
+        split = "train" if n % 4 < 3 else "val"
         image = Image.fromarray(noise.integers(0, 200, (5, 5, 3), np.uint8)).resize((40, 40), Image.Resampling.NEAREST)
         getattr(ImageDraw.Draw(image), shape)([x, y, x + 20, y + 20], fill=colour)
         image.save(png := io.BytesIO(), "PNG")
@@ -44,7 +52,8 @@ def _write_pictures(folder: Path) -> None:
         for place in ("images", "imagefolder", f"classes/{colour}"):
             _put(folder / place / f"{n}.png", png.getvalue())
         _put(folder / f"texts/{n}.txt", texts[0].encode())
-        name, regions = f"images/{n}.png", [{"box": [x, y, 20, 20], "phrase": f"a {colour} {shape}"}]
+        name = f"images/{n}.png"
+        regions = [{"box": [x, y, 20, 20], "phrase": f"a {colour} {shape}"}]
         rows.append({"image": name, "captions": texts, "split": split, "regions": regions})
         stored.append({"id": str(n), "image": {"bytes": png.getvalue(), "path": None}, "captions": texts})
         images.append({"id": n, "file_name": name})
@@ -78,9 +87,11 @@ def _write_pictures(folder: Path) -> None:
 
 def _write_sounds_and_clips(folder: Path) -> None:
     """24 sounds of two tones, with their moments, and clips of four of the pictures."""
-    sounds, clips = [], []
+    sounds = []
+    clips = []
     for n in range(24):
-        split, phrases = "train" if n % 4 < 3 else "val", [f"tone {n % 5}", f"tone {n // 5}"]
+        split = "train" if n % 4 < 3 else "val"
+        phrases = [f"tone {n % 5}", f"tone {n // 5}"]
         tones = [np.sin(2 * np.pi * np.arange(4000) / 8000 * (200 + 150 * tone)) for tone in (n % 5, n // 5)]
         with wave.open(file := io.BytesIO(), "wb") as sound:
             sound.setparams((1, 2, 8000, 8000, "NONE", "none"))
@@ -104,7 +115,8 @@ def _write_sounds_and_clips(folder: Path) -> None:
 def _write_models(folder: Path) -> None:
     """A stock CLIP and two encoders with random weights, and the configurations of two new encoders."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    pixels, letters = {"image_size": 32, "patch_size": 8}, "abcdefghijklmnopqrstuvwxyz0123456789,:"
+    pixels = {"image_size": 32, "patch_size": 8}
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789,:"
     _put(folder / "vision.json", [{"model_type": "vit", **sizes, **pixels}])
     _put(folder / "text.json", [{"model_type": "bert", **sizes}])
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]

@@ -22,7 +22,9 @@ class Hub:
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, bytes]] = {}
-        self.calls, self.commits, self.faults = list[str](), list[str](), list[str]()
+        self.calls = list[str]()
+        self.commits = list[str]()
+        self.faults = list[str]()
         self.may_answer = threading.Event()
         self.may_answer.set()
 

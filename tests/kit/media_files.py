@@ -99,7 +99,9 @@ def _mux_sound(container: av.container.OutputContainer, stream, samples: np.ndar
     frame = av.AudioFrame.from_ndarray(
         np.ascontiguousarray(plane), format="s16", layout=stream.codec_context.layout.name
     )
-    frame.rate, frame.pts, frame.time_base = rate, round(delay * rate), Fraction(1, rate)
+    frame.rate = rate
+    frame.pts = round(delay * rate)
+    frame.time_base = Fraction(1, rate)
     size = stream.codec_context.frame_size or 1024
     resampler = av.AudioResampler(stream.codec_context.format, stream.codec_context.layout.name, rate, size)
     for part in [*resampler.resample(frame), *resampler.resample(None)]:
@@ -141,7 +143,8 @@ def video(
         for time in times:
             bright = any(begin <= time < end for begin, end in flashes)
             frame = av.VideoFrame.from_image(picture(bright, time).resize(size))
-            frame.pts, frame.time_base = round(time * 12000), Fraction(1, 12000)
+            frame.pts = round(time * 12000)
+            frame.time_base = Fraction(1, 12000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
         if track is not None:

@@ -128,7 +128,8 @@ def build(vision: str = "vit", text: str = "bert", seed: int = 0, **config) -> F
 def batch_for(model: FusionDualEncoderModel, lengths: tuple[int, ...] = (7, 3, 5, 9)) -> Batch:
     """Texts of several lengths, padded; each ends in the token that CLIP pools."""
     generator = torch.Generator().manual_seed(1)
-    rows, longest = len(lengths), max(lengths)
+    rows = len(lengths)
+    longest = max(lengths)
     position = torch.arange(longest).expand(rows, -1)
     length = torch.tensor(lengths)[:, None]
     ids = torch.randint(3, END - 1, (rows, longest), generator=generator)

@@ -121,13 +121,16 @@ def global_batch(kind: str = "") -> dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
     lengths = torch.tensor([3, 11, 4, 5, 9, 3, 7, 6, 10])
     captions = torch.stack([lengths, lengths.roll(1), lengths.roll(2)], 1)
-    captions[::2, 1:], captions[3, 2] = 0, 0
+    captions[::2, 1:] = 0
+    captions[3, 2] = 0
     phrases = torch.randint(1, 5, (PAIRS, 3), generator=generator)
-    phrases[2], phrases[:, 2] = 0, 0
+    phrases[2] = 0
+    phrases[:, 2] = 0
     texts = {"": (lengths, 16), "all_": (captions, 16), "region_": (phrases, 4)}
     texts |= {"negative_": (torch.tensor([4, 0, 13, 1, 2, 9, 5, 0, 6]), 13)} if "negatives" in kind else {}
     ids = torch.arange(2 * PAIRS).view(PAIRS, 2)
-    ids[7, 0], ids[6, 1] = ids[1, 0], ids[3, 1]
+    ids[7, 0] = ids[1, 0]
+    ids[6, 1] = ids[3, 1]
     batch = {
         "pixel_values": torch.randn(PAIRS, 3, 16, 16, generator=generator, dtype=torch.double),
         "ids": ids,
@@ -208,7 +211,8 @@ class Uniformity(EmbeddingTerm):
 def sharded(objective: JointObjective) -> JointObjective:
     make_shardable(objective)
     objective.groups_texts = False
-    mesh, model = init_device_mesh("cpu", (distributed.world_size(),)), objective.model
+    mesh = init_device_mesh("cpu", (distributed.world_size(),))
+    model = objective.model
     layers = model.fusion.layers if model.fusion is not None else ()
     for part in (model.vision_model, model.text_model, *layers, objective):
         fully_shard(part, mesh=mesh)

@@ -117,6 +117,7 @@ def _on_rank(rank: int, world: int, folder: str, function: Callable[..., Any], a
 
 def let_accelerate_find_ranks() -> None:
     """Describe the process group of `run_on_ranks` in the environment, as a launcher does."""
-    rank, world = str(distributed.rank()), str(distributed.world_size())
+    rank = str(distributed.rank())
+    world = str(distributed.world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}

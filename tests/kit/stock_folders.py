@@ -28,7 +28,8 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.processor import load_processor_of
 
 KINDS = ("clip", "siglip", "chinese_clip")
-SIDE, PATCH = 32, 8
+SIDE = 32
+PATCH = 8
 TEXTS = ["red", "a red circle, number 3", "one square in yellow and green and blue and red", "a circle"]
 TOWER = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789,:"
@@ -107,7 +108,8 @@ def write_stock(folder: Path, kind: str, **text: Any) -> str:
 
 def write_clap(folder: Path, fused: bool = False, **audio: Any) -> str:
     """Write a random ClapModel with its processor, which takes a second of 16 kHz in loops."""
-    special, options = ("<s>", "<pad>", "</s>", "<unk>", "<mask>"), {"bos_token": "<s>", "mask_token": "<mask>"}
+    special = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+    options = {"bos_token": "<s>", "mask_token": "<mask>"}
     options |= {"pad_token": "<pad>", "model_max_length": 100}
     tokenizer = _letter_tokenizer(special, "<s> $A </s>", **options)
     audio = {

@@ -30,7 +30,9 @@ from mm_utils.training.trainer import Trainer, Training
 from tests.kit.objectives import tiny_objective
 from tests.kit.processes import forks, let_accelerate_find_ranks
 
-ROWS, BATCH, STEPS = 20, 6, 10  # an epoch ends within steps 4, 7 and 10
+ROWS = 20
+BATCH = 6
+STEPS = 10  # an epoch ends within steps 4, 7 and 10
 Strike = Callable[[str, int], None]
 """Called with a place and the step that is being taken, from 1: "batch", "forward", "end", "evaluation", "save"."""
 
@@ -71,7 +73,12 @@ class Batches:
     """This rank's share of the batches of some steps: functions of the step, as those of the loaders."""
 
     def __init__(self, run: TinyRun, start: int, stop: int, seen: list[list[int]], size: int = BATCH):
-        self.run, self.start, self.stop, self.seen, self.size, self.wait = run, start, stop, seen, size, 0.0
+        self.run = run
+        self.start = start
+        self.stop = stop
+        self.seen = seen
+        self.size = size
+        self.wait = 0.0
         self.check: Callable[[], None] | None = None
 
     def with_check(self, check: Callable[[], None] | None) -> "Batches":

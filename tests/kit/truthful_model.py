@@ -77,7 +77,8 @@ class TruthfulModel:
         self.image, self.text = (
             normalize(torch.randn(count, 6, generator=generator), dim=1) for count in (images, len(self.owner))
         )
-        self.scored, self.seen = 0, 0
+        self.scored = 0
+        self.seen = 0
         self.config = SimpleNamespace(projection_dim=6, rerank_weights=None, text_padding={"length": 3})
         self.logits: Tensor | None = None
 

@@ -76,7 +76,10 @@ def _values(name: str, values: Mapping[str, Sequence[Any]]) -> list[Row]:
     return _bad({reason: [line(**{name: value}) for value in those] for reason, those in values.items()})
 
 
-_LATIN, _CUT, _OVERLONG, _SURROGATE = b"caf\xe9", b"\xe2\x82", b"\xc0\xaf", b"\xed\xa0\x80"  # none is UTF-8
+_LATIN = b"caf\xe9"
+_CUT = b"\xe2\x82"
+_OVERLONG = b"\xc0\xaf"
+_SURROGATE = b"\xed\xa0\x80"  # none is UTF-8
 _LINES = [
     *_bad({
         "not_an_object": ['["{image}", "{caption}"]', "null"],
@@ -98,7 +101,8 @@ _IDS = [
     *_bad({"duplicate_id": [line(id="twice", split="train")]}),
     *_good(line(id=2**70), line(id="../../etc/passwd")),
 ]
-_BOX, _NO_BOXES = [4, 4, 20, 20], ([1, 2, 3], ["a", "b", "c", "d"], [float("nan"), 2, 3, 4])
+_BOX = [4, 4, 20, 20]
+_NO_BOXES = ([1, 2, 3], ["a", "b", "c", "d"], [float("nan"), 2, 3, 4])
 _WRONG_BOXES = [*_NO_BOXES, [900, 900, 20, 20], [4, 4, 0, 20], [40, 4, -9, 20], [0.1, 0.2, 0.5, 0.5]]
 _REGIONS = [
     *(Row(line(regions=value), "bad_regions", (_CAPTION,)) for value in [
@@ -228,7 +232,8 @@ _TOKENS = _bad({
     "bad_encoding": [b"{image}#0\t{caption} caf\xe9"],
 })  # fmt: skip
 _OPEN = Row('{image},"{caption},train', "malformed_row")
-_MARK, _HEADER = b"\xef\xbb\xbf", b"image,caption,split"  # a byte order mark, as Windows writes it
+_MARK = b"\xef\xbb\xbf"
+_HEADER = b"image,caption,split"  # a byte order mark, as Windows writes it
 # Name, file, rows, the good row behind each, the file's first bytes, and a last line that is still being written.
 TABLES: list[tuple[str, str, list[Row], str | None, bytes, Row | None]] = [
     ("lines", "pairs.jsonl", _LINES, line(), _MARK, Row('{"image": "{image}", "caption": "{capti', "malformed_row")),
@@ -324,7 +329,8 @@ def write_table(
     A file with a header begins with a good row, the others with their first fault.
     """
     (path.parent / pictures).mkdir(parents=True, exist_ok=True)
-    is_array, written = path.suffix == ".json", bytearray(header)
+    is_array = path.suffix == ".json"
+    written = bytearray(header)
     between = [] if good is None else _good(good)
     every = [*(between if header else ()), *(item for each in table for item in (each, *between))]
     for place, row in enumerate(every + ([last] if last else [])):
@@ -380,7 +386,8 @@ def _paths(corpus: Corpus) -> None:
 
 def _images(corpus: Corpus) -> None:
     for source, cases in (("images", BROKEN), ("odd", ODD)):
-        path, lines = corpus.add(source, "pairs.jsonl"), []
+        path = corpus.add(source, "pairs.jsonl")
+        lines = []
         for case in cases:
             number, picture, caption = corpus.new()
             name = f"Caf\u00e9 {number}, #1 of {{all}}.jpg"
@@ -482,7 +489,9 @@ _KARPATHY: list[tuple[str, dict[str, Any]]] = [
 
 
 def _annotations(corpus: Corpus) -> None:
-    path, images, annotations = corpus.add("coco", "captions.json"), list[Any](), list[Any]()
+    path = corpus.add("coco", "captions.json")
+    images = list[Any]()
+    annotations = list[Any]()
     for reason, captions, changes in _COCO:
         number, picture, caption = corpus.new()
         picture.save(path.parent / f"{number}.png")
@@ -497,7 +506,8 @@ def _annotations(corpus: Corpus) -> None:
         corpus.expect("coco", str(item), f"annotation {len(annotations)}", reason)
         annotations.append(item)
     path.write_text(json.dumps({"images": images, "annotations": annotations}))
-    path, images = corpus.add("karpathy", "dataset.json"), []
+    path = corpus.add("karpathy", "dataset.json")
+    images = []
     for reason, changes in _KARPATHY:
         number, picture, caption = corpus.new()
         picture.save(path.parent / f"{number}.png")
@@ -517,7 +527,9 @@ class _Member(NamedTuple):
     fields: dict[str, Any] = {}  # noqa: RUF012
 
 
-_IMAGE, _TEXT, _LINK = _Member("{key}.png"), _Member("{key}.txt", b"{caption}"), {"linkname": "/etc/passwd"}
+_IMAGE = _Member("{key}.png")
+_TEXT = _Member("{key}.txt", b"{caption}")
+_LINK = {"linkname": "/etc/passwd"}
 _HEADERS = [(tarfile.SYMTYPE, _LINK), (tarfile.LNKTYPE, _LINK), (tarfile.CHRTYPE, {}), (tarfile.FIFOTYPE, {})]
 _PLAIN: tuple[str, list[_Member]] = ("", [_TEXT, _IMAGE])
 _SAMPLES: list[tuple[str, list[_Member]]] = [
@@ -551,7 +563,8 @@ def _shards(corpus: Corpus) -> None:
             content = png(picture) if member.content is None else _fill(member.content, caption, {})
             add_member(archive, member.name.replace("{key}", str(key)), content, **member.fields)
         where = PurePosixPath(members[0].name.replace("{key}", str(key))).with_suffix("")
-        kept, place = [] if reason else [caption], f"{Path(str(archive.name)).name}, member {where}"
+        kept = [] if reason else [caption]
+        place = f"{Path(str(archive.name)).name}, member {where}"
         corpus.expect("shards", members[0].name, place, reason, kept, picture)
         return key
 

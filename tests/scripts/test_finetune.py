@@ -46,7 +46,9 @@ def test_a_task_of_sounds_is_measured_and_its_card_has_code_for_it(
     sound_model: str, tmp_path: Path, monkeypatch
 ) -> None:
     """Is the sound as the question says?"""
-    folder, sounds, rows = tmp_path / "out", tmp_path / "sounds", []
+    folder = tmp_path / "out"
+    sounds = tmp_path / "sounds"
+    rows = []
     sounds.mkdir()
     for name, hertz in PITCHES.items():
         for number in range(4):
@@ -132,9 +134,11 @@ def test_frozen_towers_run_once_and_what_is_learnt_is_the_same(
         return run(self, pixels, with_taps)
 
     monkeypatch.setattr(FusionDualEncoderModel, "vision_features", noted)
-    found, runs = [], []
+    found = []
+    runs = []
     for own in (["--min_crop_area", "1"], ["--cache_features"]):
-        folder, _ = tmp_path / own[0].strip("-"), shown.clear()
+        folder = tmp_path / own[0].strip("-")
+        _ = shown.clear()
         metrics = finetune.main([*flags, *own, "--output_dir", str(folder)])
         found.append([*losses(folder).values(), *metrics.values()])
         runs.append(sum(shown))

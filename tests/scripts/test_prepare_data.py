@@ -156,7 +156,8 @@ def test_nothing_but_what_a_preparation_wrote_is_overwritten(
 def test_a_set_that_is_opened_while_it_is_overwritten_is_the_old_one_or_the_new_one(
     saved: Path, tmp_path: Path
 ) -> None:
-    output, ends = shutil.copytree(saved, tmp_path / "out"), threading.Event()
+    output = shutil.copytree(saved, tmp_path / "out")
+    ends = threading.Event()
     sources = [saved, shutil.copytree(saved, tmp_path / "other")]
     for split in ("train", "validation"):
         state = sources[1] / split / "state.json"
@@ -222,7 +223,9 @@ def test_no_secret_and_no_folder_of_the_machine_is_published(
     assert intact_rows(flags[3]) == 40
 
 
-STATE, NAMES, REPORT = "train/state.json", "dataset_dict.json", "report.json"
+STATE = "train/state.json"
+NAMES = "dataset_dict.json"
+REPORT = "report.json"
 SHARD = "train/data-00000-of-00001.arrow"
 DAMAGED: dict[str, tuple[str, str | None]] = {
     **{f"{name} is {text!r}": (name, text) for name in (STATE, NAMES) for text in ("", "[]", "\udcff")},
@@ -247,15 +250,18 @@ def test_a_damaged_set_is_one_line_with_the_remedy(how: str, saved: Path, tmp_pa
 
 
 def test_a_folder_whose_name_is_not_text(tmp_path: Path) -> None:
-    odd, output = tmp_path / "odd\udcff", str(tmp_path / "out")
+    odd = tmp_path / "odd\udcff"
+    output = str(tmp_path / "out")
     main([f"--sources={write_source(odd)}", f"--output_dir={output}", "--num_proc", "1"])
     assert intact_rows(output) == 40
 
 
 def test_what_is_corrected_and_prepared_again_is_trained_on(tmp_path: Path) -> None:
     """Boxes and phrases too: the same images and captions must not find the tokens of the old set."""
-    output, tokenizer = str(tmp_path / "out"), cached_tokenizer(["picture number", "a red door", "wrong words"], 300)
-    one, other = [0, 0, 10, 10], [30, 30, 20, 20]
+    output = str(tmp_path / "out")
+    tokenizer = cached_tokenizer(["picture number", "a red door", "wrong words"], 300)
+    one = [0, 0, 10, 10]
+    other = [30, 30, 20, 20]
     named = ((one, "wrong words"), (other, "wrong words"), (one, "a red door"))
     regions = [{"box": box, "phrase": phrase} for box, phrase in named]
     read = []
@@ -285,7 +291,8 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="TANDEM_REAL_DATA is n
 )
 def test_every_good_row_is_loaded_and_preparing_finds_what_is_known(name, captions, near, bad, tmp_path):
     """The leaks are real, and were looked at; the bad rows have a full stop as their only caption."""
-    source, output = DATA / name / "captions.jsonl", tmp_path / "out"
+    source = DATA / name / "captions.jsonl"
+    output = tmp_path / "out"
     pairs = load_pairs(DataArguments(train_file=str(source)), need_train=False)  # a run would leave leaks out of train
     assert set(pairs) == {"train", "validation", "test"}
     assert max(len(row["captions"]) for row in pairs["validation"].select_columns("captions")) >= captions

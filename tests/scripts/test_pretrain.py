@@ -40,7 +40,8 @@ def test_early_stopping_of_transformers_ends_a_run_that_stands_still(tiny_flags,
     starts = ("Training stopped early", "The encoders' stage stopped early")
     stops = [text for text in caplog.messages if text.startswith(starts)]
     assert all("in 1 evaluations (--early_stopping_patience), eval_" in text for text in stops)
-    card, summary = (tmp_path / "README.md").read_text(), caplog.messages[-1]
+    card = (tmp_path / "README.md").read_text()
+    summary = caplog.messages[-1]
     assert stops
     assert all(text in card and text in summary for text in stops)
 
@@ -155,7 +156,8 @@ TEXT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_at
 
 def content_of(medium: str, number: int) -> bytes:
     """A picture of one colour, or half a second of one pitch."""
-    thing, off = number % len(THINGS), number % 23
+    thing = number % len(THINGS)
+    off = number % 23
     if medium == "sound":
         return tone(150 * 1.4**thing + off / 9, rate=4000)
     return encode(Image.new("RGB", (24, 24), tuple(40 + 160 * (thing >> bit & 1) + off for bit in range(3))), "png")
@@ -185,11 +187,13 @@ def test_one_text_finds_images_and_sounds(tmp_path: Path, monkeypatch: pytest.Mo
         "sound": ["--vision_config", f"{tmp_path}/sound.json", "--text_model_name_or_path", f"{tmp_path}/image", "--freeze_text"],
     }  # fmt: skip
     monkeypatch.setattr("mm_utils.data.training_data.load_pairs", load)
-    texts, things = [], torch.arange(len(THINGS))
+    texts = []
+    things = torch.arange(len(THINGS))
     for medium, own in flags.items():
         folder = str(tmp_path / medium)
         pretrain.main(["--dataset_name", f"{medium}s", *own, "--output_dir", folder, *FLAGS.split()])
-        model, reader = load_model(folder).eval(), read_by(load_processor_of(folder))
+        model = load_model(folder).eval()
+        reader = read_by(load_processor_of(folder))
         examples = [reader.read(row)[0] for row in things_of(medium, range(200, 200 + len(THINGS)))["image"]]
         with torch.no_grad():
             shown = model.encode_image(reader.features(torch.stack(examples)))[0]

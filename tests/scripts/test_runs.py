@@ -45,7 +45,8 @@ def media(folder: Path, kind: str) -> list[str]:
     column, suffix = {"sound": ("audio", "wav"), "video": ("video", "avi")}[kind]
     rows = []
     for number in range(24):
-        sound, shown = tone(300 + 60 * number, each=0.4), clip(("red", "lime") * 2, (32 + number, 32))
+        sound = tone(300 + 60 * number, each=0.4)
+        shown = clip(("red", "lime") * 2, (32 + number, 32))
         content = sound if kind == "sound" else shown
         (folder / f"{number}.{suffix}").write_bytes(content)
         split = "validation" if number % 3 == 2 else "train"
@@ -57,7 +58,9 @@ def media(folder: Path, kind: str) -> list[str]:
 
 def flags_of(start: str, folder: Path, tiny: list[str], request: pytest.FixtureRequest) -> list[str]:
     """The flags of a start; `tiny` are those of a run from scratch: data, size of images, length, encoders."""
-    data, length, short = tiny[:2], tiny[4:-4], ["--max_steps", "4"]
+    data = tiny[:2]
+    length = tiny[4:-4]
+    short = ["--max_steps", "4"]
     kind, _, adapters = start.partition(" ")
     if start == "scratch":
         return tiny
@@ -95,7 +98,9 @@ def finished(
 
 
 def test_everything_is_left_behind(finished: Finished) -> None:
-    folder, metrics, is_task = finished.folder, finished.metrics, finished.start == "classes"
+    folder = finished.folder
+    metrics = finished.metrics
+    is_task = finished.start == "classes"
     own = ("classes.csv", "results.json") if is_task else ("retrieval.png",)
     files = ["model.safetensors", "config.json", "metrics.jsonl", "training.png", "environment.json"]
     for name in (*files, "checkpoint-2/run.json", *own):
@@ -104,7 +109,8 @@ def test_everything_is_left_behind(finished: Finished) -> None:
     rows = [row for row in rows_of(folder) if "loss" in row]
     expected = {"loss", "grad_norm", "learning_rate", "pairs_per_second", "data_wait", "peak_memory_gib"}
     assert expected | (set() if is_task or finished.start == "frozen" else {"tokens_per_real"}) <= set(rows[0])
-    card, text = ModelCard.load(folder / "README.md").data, (folder / "README.md").read_text()
+    card = ModelCard.load(folder / "README.md").data
+    text = (folder / "README.md").read_text()
     assert "| precision | fp32 |" in text
     assert f"python scripts/{'finetune' if is_task else 'pretrain'}.py" in text
     assert any(tag == "classification" if is_task else tag.endswith("-text-retrieval") for tag in card.tags)
@@ -131,7 +137,8 @@ def test_a_resumed_run_repeats_the_straight_one_bit_for_bit(finished: Finished, 
 
 
 def test_it_opens_in_stock_tools(finished: Finished) -> None:
-    folder, start = finished.folder, finished.start
+    folder = finished.folder
+    start = finished.start
     for path in (folder, folder / "checkpoint-2"):
         if start == "classes":
             model = AutoModelForSequenceClassification.from_pretrained(path)

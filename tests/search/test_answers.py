@@ -80,7 +80,8 @@ def test_an_image_finds_itself_first(searcher: Searcher) -> None:
 def test_the_head_reorders_the_first_hits(index: Path, reranking_model: Path, photos: Path) -> None:
     reranking = Searcher(index, str(reranking_model), rerank_top_k=8, device="cpu")
     _, combined = plain(reranking_model, photos)
-    before, hits = reranking.search_text(QUERY, 30, rerank=False), reranking.search_text(QUERY, 30)
+    before = reranking.search_text(QUERY, 30, rerank=False)
+    hits = reranking.search_text(QUERY, 30)
     assert reranking.reranks
     assert [hit.id for hit in hits[8:]] == [hit.id for hit in before[8:]]
     assert [hit.id for hit in hits[:8]] == sorted((hit.id for hit in before[:8]), key=lambda name: -combined[name])
@@ -158,7 +159,8 @@ def captioned(reranking_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     listing = folder_listing(str(folder / "photos"))
     rows = {"image": listing.rows["image"][:], "captions": [*CAPTIONS, *[[]] * 18]}
     listing = Listing(listing.ids, datasets.Dataset.from_dict(rows, listing.rows.features))
-    embedder, accelerator = make_embedder(reranking_model), Accelerator(cpu=True)
+    embedder = make_embedder(reranking_model)
+    accelerator = Accelerator(cpu=True)
     update_index(folder / "index", str(reranking_model), listing, embedder, accelerator)
     return folder / "index"
 
@@ -170,11 +172,13 @@ def test_captions_count_twice_beside_the_images(
     """Scores are over the whole index, whatever part is searched; of a few with captions they are plain cosines."""
     monkeypatch.setattr("mm_utils.search.searcher._FEW", few)
     found = Searcher(captioned, device="cpu", read_captions=read)
-    model, rows = load_model(found.info.model).eval(), open_index(captioned)[1]
+    model = load_model(found.info.model).eval()
+    rows = open_index(captioned)[1]
     text = model.encode(texts=["a dog runs"])[0].numpy()
     images = np.array(rows["embedding"], np.float32)
     cosine = images @ text
-    score, has = cosine.copy(), [row for row, each in enumerate(CAPTIONS) if each]
+    score = cosine.copy()
+    has = [row for row, each in enumerate(CAPTIONS) if each]
     for row in has if read else ():
         mean = model.encode(texts=CAPTIONS[row]).mean(0).numpy()
         both = images[row] + 2 * mean / np.linalg.norm(mean)
@@ -231,7 +235,8 @@ def dated(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Image.open(folder / "photos/0/008.png") as image:
         image.resize((image.width * 3, image.height * 3)).save(folder / "photos/1/029.png")
     for path in folder.glob("photos/*/*.png"):
-        exif, number = Image.Exif(), int(path.stem)
+        exif = Image.Exif()
+        number = int(path.stem)
         taken = f"2024:05:{1 + number:02d} 23:59:00"
         exif[ExifTags.Base.DateTime] = taken if number % 2 else "2025:01:01 00:00:00"  # else it is that of an edit
         if number % 2 == 0:
@@ -298,7 +303,8 @@ def test_what_cannot_be_searched_for_is_named(searcher: Searcher) -> None:
 
 
 def test_near_copies_are_one_hit_and_are_listed(dated: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    searcher, pair = Searcher(dated, device="cpu"), {"0/008.png", "1/029.png"}
+    searcher = Searcher(dated, device="cpu")
+    pair = {"0/008.png", "1/029.png"}
     hits = searcher.search_text(QUERY, 30)
     assert [{hit.id, *hit.copies} for hit in hits if hit.copies] == [pair]
     assert (len(hits), [hit.rank for hit in hits]) == (29, list(range(1, 30)))
@@ -323,7 +329,8 @@ def test_near_copies_are_one_hit_and_are_listed(dated: Path, capsys: pytest.Capt
 
 def test_copies_of_a_copy_are_in_the_same_hit(model: Path, tmp_path: Path) -> None:
     write_photos(tmp_path / "photos", range(9))
-    picture, same = tmp_path / "photos/0/008.png", {"0/008.png", "1/again.png", "1/once_more.png", "0/large.png"}
+    picture = tmp_path / "photos/0/008.png"
+    same = {"0/008.png", "1/again.png", "1/once_more.png", "0/large.png"}
     for name in ("again", "once_more"):
         shutil.copy(picture, tmp_path / f"photos/1/{name}.png")
     with Image.open(picture) as image:
@@ -362,8 +369,10 @@ CONTENTS = {
 @pytest.mark.parametrize("medium", CONTENTS)
 def test_an_index_of_sounds_or_clips(medium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores are those of the model with the stored files, which the index keeps and shows; a file finds its like."""
-    folder, media = save_model(tmp_path / "model", medium), CONTENTS[medium]
-    embedder, listing = make_embedder(folder, 4), pair_listing({"train": media_rows(medium, media)})
+    folder = save_model(tmp_path / "model", medium)
+    media = CONTENTS[medium]
+    embedder = make_embedder(folder, 4)
+    listing = pair_listing({"train": media_rows(medium, media)})
     update_index(tmp_path / "index", str(folder), listing, embedder, Accelerator(cpu=True))
     found = Searcher(tmp_path / "index", device="cpu", read_captions=False)
     assert found.info.medium == medium
@@ -377,7 +386,8 @@ def test_an_index_of_sounds_or_clips(medium: str, tmp_path: Path, monkeypatch: p
         ids, mask = found._model.text_inputs(["a low tone"])
         text, states = found._model.encode_text(ids, mask)
         head = found._model.head_scores(keys_values, states, mask, ids)
-    cosine, scale = (embeds @ text[0]).tolist(), found._model.logit_scale.exp().item()
+    cosine = (embeds @ text[0]).tolist()
+    scale = found._model.logit_scale.exp().item()
     for hit in found.search_text("a low tone", 5):
         assert hit.score == pytest.approx(cosine[hit.row], abs=2e-3)
         assert hit.reranked == pytest.approx(cosine[hit.row] + head[hit.row].item() / scale, abs=4e-3)

@@ -41,7 +41,8 @@ def contents(index: Path) -> dict[str, dict]:
 
 def assert_same(index: Path, other: Path) -> None:
     """The same rows in the same order; embeddings up to the rounding of other batches."""
-    found, expected = contents(index), contents(other)
+    found = contents(index)
+    expected = contents(other)
     assert list(found) == list(expected)
     for name, row in expected.items():
         assert found[name].pop("embedding") == pytest.approx(row.pop("embedding"), abs=2e-3)
@@ -59,7 +60,8 @@ def test_an_index_is_a_data_set_of_unit_vectors(index: Path, photos: Path) -> No
 
 
 def test_only_added_and_changed_files_are_embedded(model: Path, tmp_path: Path) -> None:
-    photos, index = tmp_path / "photos", tmp_path / "index"
+    photos = tmp_path / "photos"
+    index = tmp_path / "index"
     write_photos(photos, range(100))
     assert update(index, model, photos)["embedded"] == 100
     write_photos(photos, range(100, 110))
@@ -79,7 +81,8 @@ def test_only_added_and_changed_files_are_embedded(model: Path, tmp_path: Path) 
 
 
 def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) -> None:
-    photos, index = tmp_path / "photos", tmp_path / "index"
+    photos = tmp_path / "photos"
+    index = tmp_path / "index"
     write_photos(photos, range(4))
     whole = (photos / "0/000.png").read_bytes()
     (photos / "0/000.png").write_bytes(whole[: len(whole) // 2])
@@ -103,7 +106,8 @@ def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) ->
 
 def killed_everywhere(model: Path, folder: Path) -> tuple[int, int]:
     """Kill an update before the 1st, the 2nd ... file that it opens to write, renames or removes, until one has ended."""
-    photos, index = folder / "photos", folder / "index"
+    photos = folder / "photos"
+    index = folder / "index"
     torch.set_num_threads(1)
     write_photos(photos, range(4))
     updating.FLUSH_SECONDS = 0.0
@@ -155,7 +159,8 @@ def _kill_at_write(countdown: int) -> None:
 def test_a_reader_beside_updates_sees_whole_rows(index: Path, tmp_path: Path) -> None:
     shutil.copytree(index, tmp_path / "index")
     info, rows = open_index(tmp_path / "index")
-    table, ended = rows.data.table, threading.Event()
+    table = rows.data.table
+    ended = threading.Event()
 
     def write() -> None:
         while not ended.wait(0.02):
@@ -269,11 +274,13 @@ def test_a_pair_keeps_its_id_and_its_embedding_where_its_split_changes(model: Pa
     images = folder_listing(str(tmp_path / "photos")).rows
 
     def run(**ids: str) -> tuple[int, dict[str, str]]:
-        places, splits = iter(range(6)), dict[str, datasets.Dataset]()
+        places = iter(range(6))
+        splits = dict[str, datasets.Dataset]()
         for split, names in ids.items():
             rows = images.select([next(places) for _ in names.split()])
             splits[split] = rows.add_column("id", names.split())
-        listing, embedder = pair_listing(splits), make_embedder(model)
+        listing = pair_listing(splits)
+        embedder = make_embedder(model)
         done = update_index(tmp_path / "index", str(model), listing, embedder, Accelerator(cpu=True))
         return done["embedded"], {name: row["split"] for name, row in contents(tmp_path / "index").items()}
 
@@ -322,7 +329,8 @@ def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(
         rows = datasets.Dataset.from_dict({"image": images, "captions": [[caption]] * count}, features)
         return Listing([f"test/{number}" for number in range(count)], rows)
 
-    args, tools = (tmp_path / "index", str(model)), (make_embedder(model), Accelerator(cpu=True))
+    args = (tmp_path / "index", str(model))
+    tools = (make_embedder(model), Accelerator(cpu=True))
     assert update_index(*args, listing(5, 0, "x"), *tools)["embedded"] == 5
     assert update_index(*args, listing(6, 1, "x"), *tools)["embedded"] == 2
     assert update_index(*args, listing(6, 1, "a red y"), *tools)["embedded"] == 6

@@ -22,7 +22,8 @@ class Visit:
     """A tab that remembers what it asked for and complained about."""
 
     def __init__(self, context: Any, page: Served):
-        self.home, self.tab = f"http://127.0.0.1:{page.port}", context.new_page()
+        self.home = f"http://127.0.0.1:{page.port}"
+        self.tab = context.new_page()
         self.asked: list[str] = []
         self.complaints: list[str] = []
         self.tab.on("request", lambda request: self.asked.append(f"{request.method} {request.url}"))

@@ -45,11 +45,13 @@ def test_an_image_and_its_neighbours(page: Served) -> None:
 def test_sounds_and_clips_are_played(medium: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", medium)
     media = [tone(pitch, 0) for pitch in (200, 900)] if medium == "sound" else [clip(["red", "lime"]), clip(["blue"])]
-    listing, embedder = pair_listing({"train": media_rows(medium, media)}), make_embedder(folder)
+    listing = pair_listing({"train": media_rows(medium, media)})
+    embedder = make_embedder(folder)
     update_index(tmp_path / "index", str(folder), listing, embedder, Accelerator(cpu=True))
     searcher = Searcher(tmp_path / "index", device="cpu")
     running = served(searcher)
-    site, found = (opened := next(running)), opened.ask("/content/0")
+    site = next(running)
+    found = site.ask("/content/0")
     start = site.ask("/")
     assert f'data-medium="{medium}"' in start.body.decode()
     kind = "audio/wav" if medium == "sound" else "video/x-msvideo"

@@ -83,12 +83,10 @@ def test_yaml_values_have_the_flags_type(tmp_path: Path, line: str, name: str, v
     ("argv", "message"),
     [
         ("--learning_rat 1", "unknown argument --learning_rat. Did you mean '--learning_rate'?"),
-        ("--batch 4", "unknown argument --batch"),
         ("stray", "unknown argument stray. See --help."),
         ("--batch_size two", "argument --batch_size/--batch-size: invalid int value: 'two'"),
         ("--batch_size 0", "--batch_size is 0; give at least 1."),
         ("--config a.yaml --config=b.yaml", "--config is a.yaml and b.yaml; one file is read."),
-        ("--verbose maybe", "unknown argument maybe"),
         ("--config=", "--config is ; that is no file"),
         ("--name=", "--name is empty. Give a value, or leave the flag out."),
         ("--config nowhere.yaml", "--config is nowhere.yaml; there is no such file"),
@@ -125,7 +123,6 @@ def test_flags_of_other_trainers_are_answered_with_ours(capsys: pytest.CaptureFi
     [
         ("learnin_rate: 1", "line 1: unknown key 'learnin_rate'. Did you mean '--learning_rate'?"),
         ("config: other.yaml", "unknown key 'config'"),
-        ("\n3: 4", "line 2: unknown key '3'"),
         ("batch_size: two", "line 1: argument --batch_size/--batch-size: invalid int value: 'two'"),
         ("batch_size:", "batch_size is left empty; give a value, or delete the line"),
         ("learning_rate: {a: 1}", "learning-rate: invalid value: {'a': 1}"),
@@ -133,14 +130,13 @@ def test_flags_of_other_trainers_are_answered_with_ours(capsys: pytest.CaptureFi
         ("{name: 1, name: 2}", "line 1, has the key 'name' again, after line 1"),
         ("- 1\n- 2", "holds no mapping; give flat 'flag: value' lines"),
         ("a: [1", "is not valid YAML in UTF-8: "),
-        ("batch_size: 0", "--batch_size is 0; give at least 1."),
     ],
 )
 def test_mistakes_in_yaml(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, text)
     line = ended(capsys, 2, "--config", path).partition("error: ")[2]
     assert message in line
-    assert line.startswith((path, "--batch_size"))
+    assert line.startswith(path)
 
 
 def test_flags_offer_what_there_is() -> None:

@@ -4,7 +4,6 @@
 `search`, from 24 drawings of 32 pixels; what they found then is what is expected now.
 """
 
-import json
 import tarfile
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from scripts import search
+from tests.kit.jsonl import read_lines
 
 OLD = sorted((Path(__file__).parent / "kit/old").glob("*.tar.xz"))
 
@@ -34,7 +34,7 @@ def old(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_a_prepared_set(old: Path) -> None:
     pairs = load_pairs(DataArguments(dataset_name=str(old / "prepared")))
-    given = [json.loads(line) for line in (old / "pairs.jsonl").read_text().splitlines()]
+    given = read_lines(old / "pairs.jsonl")
     for split, rows in pairs.items():
         expected = sorted(row["caption"] for row in given if row["split"] == split)
         assert sorted(rows["captions"]) == expected

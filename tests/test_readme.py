@@ -28,6 +28,7 @@ from mm_utils.training.arguments import FinetuningArguments
 from scripts import embed, prepare_data, pretrain
 from tests.kit.commands import Command, parse
 from tests.kit.corpora import COLOURS, draw
+from tests.kit.jsonl import read_lines, write_lines
 from tests.kit.objectives import assert_same, global_batch, share_of, step, step_in_parts, tiny_model
 from tests.kit.processes import ROOT
 
@@ -249,7 +250,7 @@ def write_inputs(folder: Path, count: int = 72) -> None:
         image.save(folder / f"photos/{number:04d}.jpg")
         captions = [f"a {colour} {shape}, number {number}", f"{shape} {number} in {colour}"]
         rows.append({"image": f"photos/{number:04d}.jpg", "caption": captions})
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "pairs.jsonl", rows)
 
 
 # Of each script, what makes its commands end soon; the README's own arguments stay as they are.
@@ -317,7 +318,7 @@ def test_two_lists_are_joined_by_their_key(captions, said, tmp_path, monkeypatch
     with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
         exec(compile(block, "docs/data.md", "exec"), {})
     if said is None:
-        rows = [json.loads(line) for line in Path("joined.jsonl").read_text().splitlines()]
+        rows = read_lines(Path("joined.jsonl"))
         assert [" ".join(row.values()) for row in rows] == ["2.jpg two", "1.jpg one", "2.jpg deux"]
 
 
@@ -341,7 +342,7 @@ def test_the_loss_on_rows_of_the_docs_is_exact_in_parts_and_trains(places, monke
     run_of = "--train_file negatives.jsonl --vision_config tiny --text_config tiny --image_size 32 --global_batch_size 8 --max_steps 2"
     terms = "--objectives contrastive:1,my_rows.Preference:0.5 --logging_steps 1 --output_dir outputs/rows"
     pretrain.main([*run_of.split(), *terms.split()])
-    records = [json.loads(line) for line in Path("outputs/rows/metrics.jsonl").read_text().splitlines()]
+    records = read_lines(Path("outputs/rows/metrics.jsonl"))
     assert all(0 < record["Preference_loss"] < 2 for record in records if "Preference_loss" in record)
     assert any("Preference_accuracy" in record for record in records)
 

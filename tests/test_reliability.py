@@ -1,6 +1,5 @@
 """Signals are recorded while a run trains, rows that are skipped are listed and counted, and a hang is shown with its place."""
 
-import json
 import os
 import signal
 import threading
@@ -23,6 +22,7 @@ from mm_utils.reliability.skipped import SKIPPED_FILE, SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator
 from mm_utils.training.arguments import TrainingArguments
+from tests.kit.jsonl import read_lines
 from tests.kit.processes import let_accelerate_find_ranks, run_on_ranks
 from tests.kit.tiny_run import alone
 
@@ -104,7 +104,7 @@ class Run:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / SKIPPED_FILE).read_text().splitlines()]
+    return read_lines(folder / SKIPPED_FILE)
 
 
 def test_skipped_rows_are_written_once_and_their_count_is_resumed(

@@ -3,7 +3,6 @@
 A picture of one colour and its captions say the same number; a colour survives compression, resizing, crops and flips.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from mm_utils.data.pairs import load_pairs
 from mm_utils.data.streams.stream import StreamLoader, open_stream
 from mm_utils.model.processor import train_tokenizer
 from scripts import prepare_data
+from tests.kit.jsonl import write_lines
 
 COUNT = 90
 SIZE = 24
@@ -61,7 +61,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         Image.new("RGB", (60 + number % 7, 40 + number % 5), colour(number)).save(root / f"{number}.png")
         rows.append({"image": f"{number}.png", "captions": [caption_of(number, at) for at in range(number % 3 + 1)]})
     for name, part in (("all.jsonl", rows), ("some.jsonl", rows[: COUNT // 2])):
-        (root / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_lines(root / name, part)
     rest = [(at, number) for number in range(COUNT // 2, COUNT) for at in range(number % 3 + 1)]
     lines = [f"{number}.png,{caption_of(number, at)}" for at, number in sorted(rest)]
     (root / "others.csv").write_text("\n".join(["image,caption", *lines]) + "\n")

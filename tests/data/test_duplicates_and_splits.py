@@ -1,7 +1,6 @@
 """Rows together: copies found, leaks named and resolved, splits that no image crosses; every index equals a plain reference."""
 
 import io
-import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from mm_utils.data.prepare.perceptual_hash import (
 )
 from mm_utils.data.rows.source import Source
 from tests.kit.fault_images import draw, save
+from tests.kit.jsonl import read_lines
 
 # -- rows of all sources ------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def test_a_leak_stops_the_run_and_is_listed(kind: str, tmp_path: Path) -> None:
     message = r"1 rows have an image or group that is in another split too.*--on_leakage drop"
     with pytest.raises(ValueError, match=message):
         decide(rows, tmp_path)
-    [leak] = [json.loads(line) for line in (tmp_path / "leaks.jsonl").read_text().splitlines()]
+    [leak] = read_lines(tmp_path / "leaks.jsonl")
     assert leak["reason"] == "leaked"
     assert ("has the same group p7" in leak["detail"]) == (kind == "by_group")
     found = decide(rows, tmp_path, on_leakage="drop")

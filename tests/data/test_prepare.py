@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import os
 import re
 import sys
@@ -36,6 +35,7 @@ from mm_utils.data.rows.tars import MemberImage
 from scripts.prepare_data import main
 from tests.kit.corpora import write_corpus
 from tests.kit.fault_images import ODD, draw, save
+from tests.kit.jsonl import read_lines, write_lines
 from tests.kit.media_files import clip, media_rows, tone
 from tests.kit.reading import CLOSE, pixels_apart
 
@@ -185,7 +185,7 @@ def folder(tmp_path: Path, own_cache: Path) -> Path:
 
 def write(folder: Path, names: list[str]) -> None:
     rows = [{"image": name, "caption": f"the picture {name[:-4]}"} for name in names]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "pairs.jsonl", rows)
 
 
 def load(folder: Path, name: str = "pairs.jsonl") -> DatasetDict:
@@ -359,9 +359,9 @@ def test_hostile_captions_ids_and_names_stay_text(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_corpus(tmp_path_factory.mktemp("raw"))
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_lines(path)
     rows.append({**rows[0], "image": "images/nowhere.png", "captions": ["of nobody"]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     folder = tmp_path_factory.mktemp("out") / "my pairs"
     flags = ["--on_leakage", "keep", "--max_bad_fraction", "1", "--num_proc", "1"]
     main(["--sources", str(path), "--output_dir", str(folder), *flags])

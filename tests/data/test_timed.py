@@ -24,6 +24,7 @@ from mm_utils.data.rows.source import Source
 from mm_utils.model.reading import read_frames, read_sound
 from scripts import prepare_data
 from tests.kit.fault_images import save
+from tests.kit.jsonl import write_lines
 from tests.kit.media_files import animation, clicking, encoded, picture, steady, video, wav
 from tests.kit.reading import intact_rows
 
@@ -110,11 +111,6 @@ def moment(start: Any, end: Any, phrase: Any = "a click") -> dict[str, Any]:
     return {"span": [start, end], "phrase": phrase}
 
 
-def write_rows(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def sounds(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("sounds")
@@ -125,7 +121,7 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> str:
     rows[5] |= {"split": "test", "moments": [moment(0.5, 1.0), moment(9, 10)]}
     parts = [moment(0.25, 0.75, "begins before"), moment(1.0, 1.2, "inside"), moment(1.6, 1.9, "behind")]
     rows.append({"audio": "4.wav", "start": 0.5, "end": 1.5, "caption": "a part", "moments": parts})
-    return write_rows(folder / "rows.jsonl", *rows)
+    return write_lines(folder / "rows.jsonl", rows)
 
 
 def prepare(folder: Path, *flags: str) -> Path:
@@ -161,8 +157,8 @@ def test_prepared_clips_open_as_clips_and_a_set_is_of_one_kind(sounds: str, tmp_
         {"video": "a.mkv", "id": "a", "caption": f"a flash {at}", "moments": [moment(1, 1.2 + at / 4, f"flash {at}")]}
         for at in range(2)
     ]
-    first = write_rows(tmp_path / "a.jsonl", *rows)
-    second = write_rows(tmp_path / "b.jsonl", {"video": "b.gif", "caption": "a bar"})
+    first = write_lines(tmp_path / "a.jsonl", rows)
+    second = write_lines(tmp_path / "b.jsonl", [{"video": "b.gif", "caption": "a bar"}])
     flags = ["--clip_fps", "5", "--image_size", "32", "--validation_fraction", "0"]
     pairs = open_prepared(str(prepare(tmp_path, "--sources", first, second, *flags)), "a title")
     row = next(row for rows in pairs.values() for row in rows if row["id"] == "a.jsonl/a")
@@ -312,7 +308,7 @@ def test_bad_media_are_set_aside_and_good_ones_are_kept(column: str, cases: Case
             add(content, columns, reason, not reason or "moments" in columns)
         good = wav(clicking(0.5, pitch=200 + 2 * at)) if column == "audio" else animation(3, flash=at % 3)
         add(good, {}, "", True)
-    found = ingest_sources([Source(write_rows(tmp_path / "rows.jsonl", *rows))], PLAN, tmp_path)
+    found = ingest_sources([Source(write_lines(tmp_path / "rows.jsonl", rows))], PLAN, tmp_path)
     parts = [read_part(part, ["captions", "image", "seconds", "moments"]).to_pylist() for part in found.parts]
     got = [row for part in parts for row in part]
     faults = {fault["where"]: fault for fault in found.faults}

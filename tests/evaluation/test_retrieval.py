@@ -1,6 +1,5 @@
 """The `evaluate` metric, what training gained, and re-ranking; figures: tests/contracts/test_metrics.py."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -23,6 +22,7 @@ from mm_utils.evaluation.reranking import Listed, fit_weights, rank_directions
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn, keep_weights
 from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.validation_loss import ValidationLoss
+from tests.kit.jsonl import write_lines
 from tests.kit.processes import run_on_ranks
 from tests.kit.truthful_model import ACCELERATOR, TruthfulModel, lists_by_sorting, split_of
 
@@ -152,7 +152,7 @@ def test_a_gain_is_stated_beside_its_noise(
         rows = [{"step": 0, "eval_mean_recall": mean_recall(start)}]
     rows.append({"step": 9, "eval_mean_recall": mean_recall(evaluator.split)})
     rows += [{"step": 9, "saved_step": saved}] if saved is not None else []
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "metrics.jsonl", rows)
     found = recall_gained(
         evaluator,
         tmp_path / "metrics.jsonl",

@@ -1,6 +1,5 @@
 """Stock CLIP and SigLIP get the same figures here as by a plain loop with their own classes, and by transformers' pipeline."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import AutoModel, AutoProcessor
 
 from scripts import eval_retrieval
 from tests.kit.corpora import COLOURS, SHAPES, draw
+from tests.kit.jsonl import read_lines, write_lines
 from tests.kit.stock_folders import write_stock
 from tests.kit.truthful_model import figures_of_lists, lists_by_sorting
 
@@ -44,7 +44,7 @@ def photos(stock: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
         captions = [f"a {colour} {shape}", f"number {number}: {shape}", f"{shape} in {colour}, one of {number}"]
         captions = [f"{number} {caption}" for caption in captions[: noise.randint(1, 3)]]
         rows.append({"image": f"classes/{colour}/{number}.png", "captions": captions, "split": "test"})
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "pairs.jsonl", rows)
     return folder
 
 
@@ -60,7 +60,7 @@ def test_retrieval_equals_a_plain_loop(stock: tuple[str, str], photos: Path) -> 
         *("--model_name_or_path", folder, "--test_file", str(photos / "pairs.jsonl"), "--split", "test"),
         *("--rerank_top_k", "0", "--dataloader_num_workers", "0"),
     ])  # fmt: skip
-    rows = [json.loads(line) for line in (photos / "pairs.jsonl").read_text().splitlines()]
+    rows = read_lines(photos / "pairs.jsonl")
     texts = [caption for row in rows for caption in row["captions"]]
     owner = torch.tensor([number for number, row in enumerate(rows) for _ in row["captions"]])
     model = AutoModel.from_pretrained(folder).eval()

@@ -1,7 +1,6 @@
 """One process of several is killed, stopped, slow, hangs, fails or computes nonsense, at every place of a run; and long runs."""
 
 import copy
-import json
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from mm_utils.training.arguments import NONFINITE_FILE
 from mm_utils.training.trainer import Trainer
 from tests.faults import rank_runs
 from tests.faults.rank_runs import LONGEST, SAVE_STEPS, Action, Fault, Raise, Sleep, freeze, kill, start, terminate
+from tests.kit.jsonl import read_lines
 from tests.kit.processes import PATIENCE, ROOT, free_port, kill_family, on_loopback, wait_until
 from tests.kit.tiny_run import STEPS, TinyRun, alone, exact_run, slow, train
 
@@ -319,7 +319,7 @@ def test_a_machine_joins_and_is_killed(exact: Path, tmp_path: Path) -> None:
 
     def history() -> list[dict[str, Any]]:
         path = tmp_path / "run.notes/steps-0.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_lines(path) if path.exists() else []
 
     (hold := tmp_path / "run.hold").touch()
     port = free_port()

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import pickle
 import tarfile
 from collections.abc import Callable, Iterator
@@ -26,12 +25,11 @@ from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor, load_processor_of
 from scripts.prepare_data import main
-from scripts.pretrain import main as pretrain
 from tests.kit.fault_images import draw, png
+from tests.kit.jsonl import read_lines, write_lines
 from tests.kit.numbered_rows import new_tokenizer
 from tests.kit.reading import add_member
 from tests.kit.stock_folders import write_stock
-from tests.kit.zoo import line
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -180,16 +178,6 @@ def test_damaged_weights_and_odd_configurations_are_one_line(damage: str, tmp_pa
 # -- data ---------------------------------------------------------------------------------------------------------------
 
 
-def write_rows(folder: Path, **fields: Any) -> Path:
-    """Six good rows; the fields stand in the first."""
-    rows = []
-    for number in range(6):
-        (folder / f"{number}.png").write_bytes(png(draw(number)))
-        rows.append(line(image=f"{number}.png", **{"caption": f"picture {number}", **(fields if not number else {})}))
-    (folder / "pairs.jsonl").write_text("\n".join(rows) + "\n")
-    return folder / "pairs.jsonl"
-
-
 def prepare(source: object, folder: Path, *flags: str) -> None:
     main(["--sources", str(source), "--output_dir", str(folder), "--num_proc", "1", "--max_bad_fraction", "1", *flags])
 
@@ -210,7 +198,7 @@ def test_no_pickle_in_a_shard_is_read(canary: Canary, tmp_path: Path) -> None:
             if suffix:
                 add_member(archive, f"{number}.{suffix}", hostile(suffix, canary))
     prepare(tmp_path / "0.tar", tmp_path / "out")
-    faults = [json.loads(each) for each in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    faults = read_lines(tmp_path / "out" / "quarantine.jsonl")
     assert [each["reason"] for each in faults] == [*["unsafe_member"] * 6, "not_read"]  # .npy and .npz
     stream = open_stream(DataArguments(train_file=str(tmp_path / "0.tar")), BatchSizes((0,), (2,)), 0, 1, 2)
     read = [caption for row in stream.validation for caption in row["captions"]] + list(stream.captions())
@@ -219,12 +207,14 @@ def test_no_pickle_in_a_shard_is_read(canary: Canary, tmp_path: Path) -> None:
 
 def test_no_pickle_and_no_script_in_a_data_folder_is_read(canary: Canary, tmp_path: Path) -> None:
     """Also not in the schema of a table: pyarrow once unpickled the types of columns (CVE-2023-47248)."""
-    write_rows(tmp_path)
+    columns = {"image": [f"{at}.png" for at in range(6)], "caption": [f"picture {at}" for at in range(6)]}
+    for at, name in enumerate(columns["image"]):
+        draw(at).save(tmp_path / name)
+    write_lines(tmp_path / "pairs.jsonl", pa.table(columns).to_pylist())
     for name in ("pairs.pkl", "dataset.pkl", "state.pkl", "data.pt", "0.npy"):
         (tmp_path / name).write_bytes(hostile(name, canary))
     extension = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(canary)}
     schema = pa.schema([pa.field("image", pa.string()), pa.field("caption", pa.string(), metadata=extension)])
-    columns = {"image": [f"{at}.png" for at in range(6)], "caption": [f"picture {at}" for at in range(6)]}
     pq.write_table(pa.table(columns, schema=schema), tmp_path / "pairs.parquet")
     for name in ("pairs.jsonl", "pairs.parquet"):
         load_pairs(DataArguments(train_file=str(tmp_path / name)))
@@ -275,20 +265,3 @@ def test_a_hostile_or_mistaken_config_ends_in_one_line(
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------------
-
-
-def test_no_pickle_in_a_run_is_read_when_it_goes_on(canary: Canary, tmp_path: Path, tiny_flags: list[str]) -> None:
-    output = tmp_path / "run"
-    flags = [*tiny_flags, "--output_dir", str(output), "--save_steps", "2"]
-    pretrain([*flags, "--max_steps", "2"])
-    checkpoints = list(output.glob("checkpoint-*"))
-    assert checkpoints
-    for name in (
-        *("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "training_args.bin"),
-        *("pytorch_model.bin", "optimizer.pt", "rng_state.pth", "scaler.pt", "dl_state_dict.bin"),
-    ):
-        for folder in (output, *checkpoints):
-            torch.save({"state": canary}, folder / name)
-    pretrain([*flags, "--max_steps", "4", "--resume_from_checkpoint", "latest"])
-    load_model(str(output))
-    assert os.listdir(output)

@@ -28,6 +28,7 @@ from mm_utils.finetuning.zero_shot import LabelledImages, ZeroShotEvaluator, unk
 from mm_utils.model.processor import train_tokenizer
 from tests.kit.corpora import labelled_of, task_of
 from tests.kit.fault_images import grey
+from tests.kit.jsonl import write_lines
 from tests.kit.media_files import tone
 from tests.kit.reading import write_tar
 
@@ -36,7 +37,7 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") ->
     for row in rows:
         if isinstance(row.get("image"), str):
             (folder / row["image"]).write_bytes(grey(sum(map(ord, row["image"])) % 256))
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / name, rows)
     return str(folder / name)
 
 
@@ -242,14 +243,6 @@ def test_the_table_of_classes_by_hand(tmp_path: Path) -> None:
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
-def test_a_column_divides_the_rows_of_a_file(tmp_path: Path) -> None:
-    rows = [question(n, "yes" if n % 2 else "no", split="val" if n == 5 else "train") for n in range(6)]
-    task = load(tmp_path, rows)
-    assert (task.classes, task.has_texts) == (["no", "yes"], True)
-    assert named(task, "train") == ["no", "yes", "no", "yes", "no"]
-    assert named(task, "validation") == ["yes"]
-    assert task.splits["train"]["captions"][1] == ["what is 1?"]
-    assert task.splits["train"][1]["image"]["path"] == str(tmp_path / "1.png")
 
 
 def test_no_image_is_in_train_and_held_out(tmp_path: Path) -> None:
@@ -257,15 +250,6 @@ def test_no_image_is_in_train_and_held_out(tmp_path: Path) -> None:
     assert len(task.splits["train"]) + len(task.splits["validation"]) == 160
     assert 24 <= len(task.splits["validation"]) <= 40  # at least 30, of whole pictures
     assert not shown_of(task, "train") & shown_of(task, "validation")
-    alike = {
-        "image": [{"bytes": grey(n // 4), "path": None} for n in range(160)],
-        "label": [n % 2 for n in range(160)],
-    }
-    Dataset.from_dict(alike, Features({"image": ImageFeature(), "label": Value("int64")})).save_to_disk(
-        tmp_path / "saved"
-    )
-    embedded = task_of(dataset_name=str(tmp_path / "saved"))
-    assert not shown_of(embedded, "train") & shown_of(embedded, "validation")
 
 
 def test_media_that_differ_in_the_middle_alone_are_other_data(tmp_path: Path) -> None:

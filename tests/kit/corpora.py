@@ -1,11 +1,12 @@
 """A tiny corpus on disk, coloured shapes and their captions; a run on it, and a labelled task for such models."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image, ImageDraw
+
+from tests.kit.jsonl import write_lines
 
 if TYPE_CHECKING:
     from mm_utils.finetuning.labels import LabelledTask
@@ -37,7 +38,7 @@ def write_corpus(folder: Path, copies: int = 3) -> Path:
                 split = "validation" if copy == copies - 1 else "train"
                 rows.append({"image": name, "captions": captions, "split": split})
     path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return path
 
 
@@ -68,7 +69,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 draw(colour, shape, size).save(root / name)
                 for asked, answer in ((kinds[place], "yes"), (kinds[place - 1], "no")):
                     rows.append({"image": name, "question": f"a {asked[0]} {asked[1]}", "answer": answer})
-        (root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(root / f"{split}.jsonl", rows)
     return root
 
 

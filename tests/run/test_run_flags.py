@@ -1,7 +1,6 @@
 """Flags: those that a run does not read are refused, a resume compares those that decide what is learnt, and few there are."""
 
 import errno
-import json
 import logging
 import shutil
 from dataclasses import Field, fields
@@ -18,6 +17,7 @@ from mm_utils.distributed import RunError
 from mm_utils.run import flags, recipes
 from mm_utils.run.script import explained, run_script
 from scripts import embed, finetune, pretrain, search
+from tests.kit.jsonl import read_lines
 from tests.kit.processes import ROOT
 from tests.kit.stock_folders import write_stock
 
@@ -315,7 +315,7 @@ def test_a_run_takes_its_start_from_the_hub(corpus: Path, tmp_path: Path, monkey
     config = {name: entry.value for name, entry in read_flat_yaml(str(tmp_path / "out/config.yaml")).items()}
     assert config["model_name_or_path"] == name
     assert (config["freeze_vision"], config["freeze_text"], config["num_train_epochs"]) == (True, True, 2)
-    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(tmp_path / "out/metrics.jsonl")
     assert any(row["step"] == 0 and "eval_mean_recall" in row for row in rows)
 
 

@@ -16,6 +16,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from scripts import embed, eval_retrieval, eval_zero_shot, finetune
 from tests.kit.corpora import COLOURS, SHAPES, draw
 from tests.kit.hub import Hub
+from tests.kit.jsonl import write_lines
 from tests.kit.media_files import tone
 from tests.kit.models import save_model
 from tests.kit.processes import losses
@@ -57,7 +58,7 @@ def test_a_task_of_sounds_is_measured_and_its_card_has_code_for_it(
             rows += [
                 {**row, "question": f"is it {asked}?", "answer": "yes" if asked == name else "no"} for asked in PITCHES
             ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     flags = ["--model_name_or_path", sound_model, "--train_file", str(tmp_path / "rows.jsonl"), *SHORT]
     metrics = finetune.main([*flags, "--save_steps", "2", "--output_dir", str(folder)])
     found = AutoModelForSequenceClassification.from_pretrained(folder)

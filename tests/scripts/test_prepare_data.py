@@ -23,6 +23,7 @@ from mm_utils.objectives.grounding.regions import RegionReader
 from mm_utils.objectives.negatives import Negatives
 from scripts.prepare_data import main
 from tests.kit.fault_images import draw
+from tests.kit.jsonl import write_lines
 from tests.kit.reading import digests, intact_rows, report_of
 
 
@@ -33,9 +34,7 @@ def write_source(folder: Path, count: int = 40, first: int = 0, **values: Any) -
     for seed in range(first, first + count):
         draw(seed, (110, 90)).save(folder / f"{seed}.jpg", quality=95)
         rows.append({"image": f"{seed}.jpg", "captions": [f"picture {seed}", f"number {seed}"], **values})
-    path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return Path(write_lines(folder / "pairs.jsonl", rows))
 
 
 @pytest.fixture
@@ -325,9 +324,7 @@ def test_planted_leaks_are_all_found_and_nothing_else_is(tmp_path):
             planted.append({"id": f"copy-{place}", "image": f"{place}.jpg", "captions": ["again"], "split": "test"})
     sources = []
     for name, part in (("train", rows), ("test", planted)):
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in part))
-        sources.append(str(path))
+        sources.append(write_lines(tmp_path / f"{name}.jsonl", part))
     flags = ["--sources", *sources, "--allow_outside_root", "--output_dir", str(tmp_path / "out")]
     main([*flags, "--on_leakage", "drop"])
     quarantine = (tmp_path / "out/quarantine.jsonl").read_text().splitlines()

@@ -18,6 +18,7 @@ from mm_utils.model.build import load_model
 from mm_utils.model.processor import load_processor_of
 from scripts import pretrain
 from tests.kit.corpora import draw, write_corpus
+from tests.kit.jsonl import read_lines, write_lines
 from tests.kit.media_files import media_rows, tone
 from tests.kit.processes import ROUNDED, losses, rows_of, weights
 from tests.kit.stock_folders import write_stock
@@ -67,11 +68,11 @@ def test_captioning_predicts_the_words_of_the_training_split(tiny_flags, tmp_pat
 
 def test_regions_are_trained_and_measured(tiny_flags, tmp_path):
     pairs = write_corpus(tmp_path)
-    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    rows = read_lines(pairs)
     for row in rows:
         colour, shape, _ = Path(row["image"]).stem.split("-")
         row["regions"] = [{"box": [10, 10, 20, 20], "phrase": f"{colour} {shape}"}]
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(pairs, rows)
     flags = [*tiny_flags, "--train_file", str(pairs), "--objectives", "contrastive:1,regions:0.5"]
     metrics = pretrain.main([*flags, "--output_dir", str(tmp_path / "out")])
     assert 0 <= metrics["eval_pointing_accuracy_low"] <= metrics["eval_pointing_accuracy"] <= 1

@@ -16,6 +16,7 @@ from mm_utils.model.adapt import attention_layers
 from mm_utils.model.build import load_model
 from scripts import finetune, pretrain
 from tests.kit.corpora import draw
+from tests.kit.jsonl import write_lines
 from tests.kit.media_files import clip, tone
 from tests.kit.models import save_model
 from tests.kit.numbered_shards import write_shards
@@ -51,7 +52,7 @@ def media(folder: Path, kind: str) -> list[str]:
         (folder / f"{number}.{suffix}").write_bytes(content)
         split = "validation" if number % 3 == 2 else "train"
         rows.append({column: f"{number}.{suffix}", "caption": f"something of number {number}", "split": split})
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "pairs.jsonl", rows)
     model = save_model(folder / "model", "sound" if kind == "sound" else "clip")
     return ["--train_file", str(folder / "pairs.jsonl"), "--model_name_or_path", str(model)]
 

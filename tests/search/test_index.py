@@ -30,6 +30,7 @@ from mm_utils.search.listing import Listing, folder_listing, pair_listing
 from mm_utils.search.searcher import Searcher
 from mm_utils.search.updating import update_index
 from scripts import embed
+from tests.kit.jsonl import read_lines
 from tests.kit.stock_folders import write_stock
 from tests.kit.tiny_run import alone
 from tests.search.conftest import make_embedder, update, write_photos
@@ -92,7 +93,7 @@ def test_bad_files_are_set_aside_and_tried_again(model: Path, tmp_path: Path) ->
         (photos / name).write_text("no image")
     done = update(index, model, photos)
     assert (done["embedded"], done["skipped"], done["images"]) == (3, 3, 3)
-    lines = [json.loads(line) for line in (index / "skipped.jsonl").read_text().splitlines()]
+    lines = read_lines(index / "skipped.jsonl")
     assert {line["id"]: line["reason"] for line in lines} == {
         "0/000.png": "image_truncated",
         "page.jpg": "no_image",

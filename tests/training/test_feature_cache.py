@@ -1,6 +1,5 @@
 """Frozen towers run once, and training from what they returned is training with them."""
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from mm_utils.objectives.joint import Objective
 from mm_utils.stored import place_of
 from mm_utils.training.feature_cache import cache_features
 from scripts import pretrain
+from tests.kit.jsonl import read_lines
 from tests.kit.models import write_towers
 from tests.kit.numbered_rows import loaders, new_tokenizer, rows_of, training_data
 from tests.kit.processes import run_on_ranks
@@ -215,8 +215,8 @@ def test_a_run_between_frozen_towers_runs_each_tower_once(
         f"Features of the frozen vision and text encoders are in {place_of('features', '')}"
     ]
     assert "without its own dropout" not in caplog.text
-    lines = [json.loads(line) for line in corpus.read_text().splitlines()]
+    lines = read_lines(corpus)
     captions = sum(len(line["captions"]) for line in lines)
     assert rows == {"vision_features": len(lines), "text_features": captions + 3}
-    log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    log = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert sum("eval_mean_recall" in row for row in log) >= 5

@@ -58,13 +58,10 @@ def test_an_item_is_parsed() -> None:
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: parse_source("p.jsonl,spilt=val"), r"has the key spilt; known are .*Did you mean 'split'"),
-    (lambda: parse_source("p.jsonl,only=test"), "has the key only; known are format, name, image_root, split"),
     (lambda: parse_source("p.jsonl,split=nowhere"), "split=nowhere; a split is train, validation or test"),
-    (lambda: parse_source("p.jsonl,format=jsnl"), "format=jsnl; known are .*Did you mean 'jsonl'"),
     (lambda: parse_source("p.jsonl,medium=sounds"), "known are auto, image, clip, sound. Did you mean 'sound'"),
     (lambda: parse_source("p.jsonl,split"), "'split' is not key=value"),
     (lambda: parse_source("p.jsonl,split=val,split=test"), "split is given twice"),
-    (lambda: parse_source("p,templates=a photo"), "templates=a photo; a template says"),
     (lambda: parse_source(",split=val"), "an item without a path"),
     (lambda: DataArguments(dataset_name="a", train_file="b"), "--dataset_name and --train_file are given together"),
     (lambda: find_columns(["Bild", "text"], "t", Columns()), "no image .* are: Bild, text. Set --image_column"),
@@ -212,7 +209,6 @@ def test_templates_and_groups_are_read_of_any_table(folder: Path) -> None:
         ({"caption_template": "shoe"}, "Name columns in braces"),
         (template | {"caption_column": "title"}, "it takes the place of caption_column"),
         ({"group_column": "whom"}, r"there is no such column .*Did you mean 'who'"),
-        ({"group_column": "who", "format": "classes"}, "the format classes does not read that"),
         ({"templates": ("a {}",)}, r"templates=a {}; .* only image_root, .*, group_column\. Leave it out"),
     ):
         with pytest.raises(ValueError, match=message):

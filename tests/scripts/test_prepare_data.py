@@ -78,7 +78,6 @@ def test_groups_that_no_share_divides_and_files_that_are_one_image_are_said(
         "1 rows of pairs.jsonl have no value in its group_column",
         "1 rows were merged into an earlier one whose file is the very same, though names and captions differ, such as 1.jpg and 0.jpg",
         "no validation split, and training will hold out 7 images of train; the rows are in 2 groups of equal images or of group_column",
-        "no test split; the rows are in 2 groups",
         "rows of one group may now be in train and held out",
     ):
         assert said in caplog.text

@@ -193,33 +193,31 @@ def test_every_trained_parameter_gets_a_gradient(objective: str, family: str, ma
 
 
 @pytest.mark.parametrize(("frozen", "family"), zip(itertools.cycle(("vision", "text")), FAMILIES, strict=False))
-def test_a_frozen_tower_rests_and_all_else_is_trained(frozen: str, family: str, made: Made) -> None:
+def test_a_frozen_tower_rests(frozen: str, family: str, made: Made) -> None:
     model, batch = made(family)
     model.freeze(frozen)
     model.train()
-    still = image_backbone(model.vision_model)
-    moving = model.text_model
-    if frozen == "text":
-        still, moving = moving, still
+    still = image_backbone(model.vision_model) if frozen == "vision" else model.text_model
     before = copy.deepcopy(still.state_dict())
     output = model(**batch, return_loss=True)
     (output.loss + F.binary_cross_entropy_with_logits(output.match_logits, torch.tensor([1.0, 0, 1, 0]))).backward()
     assert not any(module.training for module in still.modules())
-    assert moving.training
-    assert model.fusion is not None
-    assert model.fusion.training
     assert all(parameter.grad is None for parameter in still.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in still.state_dict().items())
-    parts = [moving, model.fusion, model.visual_projection, model.text_projection]
-    if model.vision_model is not image_backbone(model.vision_model):
-        parts.append(model.vision_model.layers)  # over the frames of a clip
-    for part in parts:
-        assert not [*part.parameters()] or any(
-            parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in part.parameters()
-        )
+    torch.testing.assert_close(dict(still.state_dict()), dict(before), rtol=0, atol=0)
 
 
 # -- whole models of transformers ---------------------------------------------------------------------------------------
+def write_as_both(model: FusionDualEncoderModel, processor: Any, folder: Path) -> FusionDualEncoderModel:
+    """Save a model in `run` and, read from there, as its stock class in `stock`; return what was read."""
+    model.save_pretrained(folder / "run")
+    processor.save_pretrained(folder / "run")
+    again = load_model(str(folder / "run")).eval()
+    stock = to_dual_encoder(again)
+    stock.save_pretrained(folder / "stock")
+    stock_processor(load_processor_of(str(folder / "run")), stock.config).save_pretrained(folder / "stock")
+    return again
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_start_computes_what_its_class_does_and_is_written_as_that_class(
     kind: str, start: Callable[[str], str], tmp_path: Path
@@ -246,14 +244,8 @@ def test_a_start_computes_what_its_class_does_and_is_written_as_that_class(
         close(logits, stock_logits(folder, texts))
         for parameter in model.parameters():  # as if trained
             parameter.mul_(1.01)
-    model.save_pretrained(tmp_path / "run")
-    processor.save_pretrained(tmp_path / "run")
-    again = load_model(str(tmp_path / "run"))
     trained = our_logits(model, folder)
-    close(our_logits(again, tmp_path / "run"), trained)
-    stock = to_dual_encoder(again)
-    stock.save_pretrained(tmp_path / "stock")
-    stock_processor(processor, stock.config).save_pretrained(tmp_path / "stock")
+    close(our_logits(write_as_both(model, processor, tmp_path), tmp_path / "run"), trained)
     paths = tmp_path / "stock", Path(folder)
     assert len({tuple(AutoConfig.from_pretrained(path).architectures) for path in paths}) == 1
     assert len({type(AutoProcessor.from_pretrained(path)) for path in paths}) == 1
@@ -374,14 +366,8 @@ def test_a_whole_model_at_another_size_opens_with_stock_tools(
     with torch.no_grad():
         right = F.normalize(before.get_image_features(**given).pooler_output, dim=-1)
         torch.testing.assert_close(model.encode_image(inputs["pixel_values"])[0], right, rtol=0, atol=1e-5)
-        model.save_pretrained(tmp_path / "run")
-        processor.save_pretrained(tmp_path / "run")
-        again = load_model(str(tmp_path / "run")).eval()
-        its = load_processor_of(str(tmp_path / "run"))
-        assert image_geometry(its)[0] == SIZE
-        stock = to_dual_encoder(again)
-        stock.save_pretrained(tmp_path / "stock")
-        stock_processor(its, stock.config).save_pretrained(tmp_path / "stock")
+        write_as_both(model, processor, tmp_path)
+        assert image_geometry(load_processor_of(str(tmp_path / "run")))[0] == SIZE
         stock = AutoModel.from_pretrained(tmp_path / "stock")
         whole = AutoProcessor.from_pretrained(tmp_path / "stock")
         padding: Any = {"padding": "max_length", "max_length": 64} if "siglip" in kind else {"padding": True}

@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from mm_utils.evaluation.embeddings import Embeddings, cosine_ranks
 from mm_utils.evaluation.metrics import (
-    FEW_GROUPS,
-    half_width,
     helps,
     mean_interval,
     share_with_interval,
     spread,
     wilson_interval,
 )
+from tests.kit.truthful_model import split_of
 
 
 def test_wilson_interval_by_hand() -> None:
@@ -84,50 +82,10 @@ def test_spread_is_the_mean_distance_from_the_centroid() -> None:
     assert abs(spread(rows[:1].expand(300, -1))) < 1e-6
 
 
-def split_of_kinds(kinds: int, media: int, captions: int, generator: torch.Generator) -> Embeddings:
-    """Media of a kind share all their captions."""
-    kind_M = torch.arange(kinds).repeat_interleave(media)
-    count = kinds * media
-    owner_T = torch.arange(count).repeat_interleave(captions)
-    text_T = kind_M[owner_T] * captions + torch.arange(captions).repeat(count)
-    centre = torch.randn(kinds, 16, generator=generator)
-    image_ME = centre[kind_M] + torch.randn(count, 16, generator=generator)
-    text_TE = (centre.repeat_interleave(captions, 0) + torch.randn(kinds * captions, 16, generator=generator))[text_T]
-    image_ME = normalize(image_ME, dim=1)
-    text_TE = normalize(text_TE, dim=1)
-    texts = torch.zeros(len(owner_T), 2, 1)
-    keys = 3 * torch.arange(count)
-    return Embeddings(image_ME, text_TE, keys, keys[owner_T], torch.arange(count), texts, text_key_T=text_T)
-
-
 def test_images_that_share_captions_are_one_group() -> None:
     """Also where only a third image connects two."""
-    split = split_of_kinds(4, 2, 1, torch.Generator().manual_seed(0))
-    split.text_key_T = torch.tensor([0, 1, 2, 3, 1, 2, 6, 7])
-    assert split.group_M.tolist() == [0, 3, 6, 9, 3, 6, 18, 21]
-    captions = torch.tensor([0, 0, 3, 3, 6, 9])  # two captions of the first two images
-    split.caption_key_T = captions
+    split = split_of(torch.zeros(4, 1), torch.zeros(6, 1), [0, 0, 1, 1, 2, 3])  # two captions of the first two images
     split.text_key_T = torch.tensor([5, 4, 4, 3, 3, 8])
-    split.image_key_M = torch.tensor([9, 6, 3, 0])
-    assert split.group_M.tolist() == [9, 0, 0, 0]
+    assert split.group_M.tolist() == [1000, 1000, 1000, 1021]
     split.text_key_T = None
     assert split.group_M is split.image_key_M
-
-
-@pytest.mark.parametrize("kinds", [10, 40])
-def test_equal_captions_do_not_narrow_the_interval(kinds: int) -> None:
-    """Kinds, media and captions are drawn anew: how often does the interval hold the true mean?"""
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for _ in range(150):
-        queries, items = split_of_kinds(kinds, 4, 2, generator).directions["text_to_image"]
-        right_Q = (cosine_ranks(queries, items) <= 1).double()
-        found.append((right_Q.mean().item(), half_width(right_Q, queries), mean_interval(right_Q, queries.key)[1]))
-    truth = sum(value for value, _, _ in found) / len(found)
-    if kinds < FEW_GROUPS:
-        assert {half for _, half, _ in found} == {None}
-        return
-    by_group = sum(abs(row[0] - truth) <= (row[1] or 0) for row in found) / len(found)
-    by_image = sum(abs(row[0] - truth) <= (row[2] or 0) for row in found) / len(found)
-    assert by_group > 0.9
-    assert by_image < 0.8

@@ -109,9 +109,7 @@ def test_a_folder_per_class(sound_model: str, tmp_path: Path, caplog: pytest.Log
         embed.main(["--model_name_or_path", sound_model, *own[2:], "--output_file", str(table)])
     with pytest.raises(ValueError, match=r"is a classifier of sounds, without a text encoder"):
         embed.main([*own, "--index_dir", str(tmp_path / "index")])
-    before = eval_zero_shot.main([*data, "--dataloader_num_workers", "0"])
-    assert before["accuracy@1"] in (0.0, 0.25, 0.5, 0.75, 1.0)
-    assert before["chance@1"] == 0.5
+    assert eval_zero_shot.main([*data, "--dataloader_num_workers", "0"])["chance@1"] == 0.5
 
 
 @pytest.mark.parametrize("inputs", ["fused", "pair", "image"])

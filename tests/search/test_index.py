@@ -342,8 +342,7 @@ def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(
     assert all(row["caption_embedding"] == pytest.approx(expected, abs=2e-3) for row in rows)
     repooled(model, tmp_path / "other")
     other = make_embedder(tmp_path / "other")
-    hits = Searcher(tmp_path / "index", str(tmp_path / "other"), device="cpu").search_text("a red y")
-    assert all(hit.score == hit.cosine for hit in hits)
+    Searcher(tmp_path / "index", str(tmp_path / "other"), device="cpu")
     assert "embedded with another text side" in caplog.text
     done = update_index(args[0], str(tmp_path / "other"), listing(6, 1, "a red y"), other, tools[1])
     assert (done["embedded"], done["kept"]) == (6, 0)

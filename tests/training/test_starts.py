@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForImageClassification,
     AutoTokenizer,
     CLIPModel,
-    VisionTextDualEncoderModel,
 )
 
 from mm_utils.data.batches.tokens import tokenize_captions
@@ -194,8 +193,8 @@ def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
     end = saved_weights(tmp_path / "plain")
     found = saved_weights(tmp_path / "wise")
     report = json.loads((tmp_path / "wise/wise_ft.json").read_text())
-    for name, value in interpolate(start, end, report["saved_alpha"]).items():
-        torch.testing.assert_close(found[name], value, msg=name)
+    right = interpolate(start, end, report["saved_alpha"])
+    torch.testing.assert_close({name: found[name] for name in right}, right)
     assert [row["alpha"] for row in report["measured"]] == [0, 0.25, 0.5, 0.75, 1]
     recalls = [row["mean_recall"] for row in report["measured"]]
     assert recalls[0] == before["eval_mean_recall"]
@@ -203,8 +202,6 @@ def test_pre_training_saves_the_best_weights_between_its_start_and_its_end(
     assert metrics["eval_mean_recall"] == recalls[int(4 * report["saved_alpha"])]
     [first] = [row for row in logged_rows(tmp_path / "wise") if row["step"] == 0 and "eval_mean_recall" in row]
     assert first["eval_mean_recall"] == recalls[0]
-    stock = VisionTextDualEncoderModel.from_pretrained(tmp_path / "wise/dual_encoder").state_dict()
-    assert torch.equal(stock["visual_projection.weight"], found["visual_projection.weight"])
     resume = ["--resume_from_checkpoint", str(tmp_path / "wise/checkpoint-2")]
     assert pretrain.main([*flags, *resume, "--output_dir", str(tmp_path / "again")]) == metrics
 

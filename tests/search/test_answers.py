@@ -314,17 +314,11 @@ def test_near_copies_are_one_hit_and_are_listed(dated: Path, capsys: pytest.Capt
     [line] = capsys.readouterr().out.splitlines()
     assert {each["id"] for each in json.loads(line)} == pair
     search.main(["--index_dir", str(dated), "--copies"])
-    shown = capsys.readouterr().out
-    assert "1 pictures occur 2 times" in shown
-    assert str(dated.parent / "photos/1/029.png") in shown
+    assert str(dated.parent / "photos/1/029.png") in capsys.readouterr().out
     search.main(["--index_dir", str(dated), "--copies", "--folder", "1"])
     assert capsys.readouterr().out == "No picture occurs twice\n"
-    for words, said in (
-        (["--copies", "--top_k", "3"], "--top_k is 3"),
-        (["--serve", "--folder", "1"], "--folder is 1"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            search.main(["--index_dir", str(dated), *words])
+    with pytest.raises(ValueError, match="--top_k is 3"):
+        search.main(["--index_dir", str(dated), "--copies", "--top_k", "3"])
 
 
 def test_copies_of_a_copy_are_in_the_same_hit(model: Path, tmp_path: Path) -> None:

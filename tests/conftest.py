@@ -129,7 +129,7 @@ def tiny_flags(corpus: Path) -> list[str]:
 @pytest.fixture
 def children() -> Iterator[list[int]]:
     """The pids of processes that end with the test."""
-    pids: list[int] = []
+    pids = []
     yield pids
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     faults = 0
     for folder in parser.parse_args(argv).folders:
         for path in sorted(Path(folder).rglob("*.py")):
-            nodes: Any = ast.walk(ast.parse(path.read_bytes()))
+            nodes = ast.walk(ast.parse(path.read_bytes()))
             for node in nodes:
                 if what := fault(node):
                     faults += 1

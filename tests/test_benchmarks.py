@@ -46,7 +46,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self) -> None:
-        frame: Any = sys._getframe(2)
+        frame = sys._getframe(2)
         while frame is not None and not re.search("(mm_utils|transformers|accelerate)/", frame.f_code.co_filename):
             frame = frame.f_back
         if frame is None or frame.f_code.co_name != "to_device":

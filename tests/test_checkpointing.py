@@ -82,7 +82,7 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_before_older_ones_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, 1)
-    events: list[tuple[str, str, int]] = []
+    events = []
     fsync = os.fsync
     rename = Path.rename
 
@@ -272,8 +272,8 @@ def parts(shard: bool = False, lora_rank: int = 0, **named: str) -> Parts:
         add_adapters(objective.model, lora_rank)
     if shard:
         objective = sharded(objective)
-    args: Any = OptimizerArguments(**named)  # type: ignore[arg-type]
-    optimizer: Any = build_optimizer(objective.model, args, pretrained=False, device=torch.device("cpu"))
+    args = OptimizerArguments(**named)  # type: ignore[arg-type]
+    optimizer = build_optimizer(objective.model, args, pretrained=False, device=torch.device("cpu"))
     return objective, optimizer
 
 
@@ -288,9 +288,9 @@ def learn(objective: JointObjective, optimizer: torch.optim.AdamW, steps: int) -
 
 def snapshot_of(objective: JointObjective, optimizer: torch.optim.AdamW) -> Snapshot:
     state = TrainerState(global_step=3, log_history=[{"step": 1, "loss": 0.5}])
-    processor: Any = Processor()
+    processor = Processor()
     main = distributed.rank() == 0
-    accelerator: Any = SimpleNamespace(is_main_process=main, scaler=None, distributed_type=DistributedType.NO)
+    accelerator = SimpleNamespace(is_main_process=main, scaler=None, distributed_type=DistributedType.NO)
     captured = TrainingState(accelerator, Path(), processor, objective, optimizer)
     return captured.capture(state, {"identity": {"seed": 1}})
 

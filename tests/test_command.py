@@ -28,7 +28,7 @@ def test_every_script_has_a_command() -> None:
 
 
 def test_a_command_starts_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
+    calls = []
     monkeypatch.setattr(os, "execv", lambda _, words: calls.append([Path(word).name for word in words]))
     command.main(["search", "a fox"])
     assert calls == [[Path(sys.executable).name, "search.py", "a fox"]]
@@ -109,7 +109,7 @@ def test_all_gpus_are_taken_unless_a_number_is_given(name, monkeypatch):
 def test_a_file_starts_what_a_run_can_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that which `accelerate config default` writes; or it names the package that is missing."""
     file = ROOT / f"accelerate_configs/{name}.yaml"
-    environments = list[dict[str, str]]()
+    environments = []
     if name == "default":
         file = tmp_path / "default_config.yaml"
         write_basic_config(save_location=str(file))
@@ -147,7 +147,7 @@ def test_only_what_can_be_a_hub_id_may_be_missing(
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    asked = []
 
     class Silent:
         def head(self, address: str, timeout: float) -> None:

@@ -276,7 +276,7 @@ def test_the_readme_runs_from_its_first_line_to_its_last(places, monkeypatch, ca
     (places / "outputs/mine/config.yaml").unlink()
     (places / "outputs/mine").rmdir()
     monkeypatch.syspath_prepend(str(places))
-    ran: list[Command] = []
+    ran = []
     for language, block in blocks(ROOT / "README.md"):
         if language == "python" and "EmbeddingTerm" in block:
             (places / "my_terms.py").write_text(block)
@@ -393,7 +393,7 @@ def test_its_cells_run(tmp_path: Path, own_cache: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(NOTEBOOK.parent)
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
-    names: dict[str, object] = {}
+    names = {}
     for cell in cells():
         exec(compile(cell.source, str(NOTEBOOK), "exec"), names)
     assert len(names["reranked"]) == len(names["similar"]) == 5  # type: ignore[arg-type]

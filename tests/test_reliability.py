@@ -92,7 +92,7 @@ class Run:
         getattr(self.skipped, name)(self.args, self.state, TrainerControl(), model=model, **values)
 
     def log(self) -> int:
-        logs: dict[str, Any] = {"loss": 1.0}
+        logs = {"loss": 1.0}
         self.event("on_log", logs=logs)
         return logs.get("skipped_images", 0)
 
@@ -148,7 +148,7 @@ def three_steps(folder: Path) -> list[Any]:
     let_accelerate_find_ranks()
     make_accelerator()
     run = Run(folder, 0.1, batch=50)
-    seen: list[Any] = []
+    seen = []
     for step in (1, 2, 3):
         run.step(*["broken"] * (9 * distributed.rank()), first=100 * step)
         try:

@@ -13,7 +13,7 @@ from mm_utils.reports.model_card import CardInfo, encoders, search_code, write_m
 
 
 def card(**changes: object) -> CardInfo:
-    values: dict[str, object] = {
+    values = {
         "name": "tiny-retriever",
         "about": encoders(["google/vit", "bert-base-uncased"], [False, True], "image"),
         "usage": search_code("me/tiny-retriever", "image", True, "VisionTextDualEncoderModel", "a dog"),
@@ -62,7 +62,7 @@ def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path
 def test_card_shows_any_text_literally(tmp_path: Path) -> None:
     hostile = 'a | b\n---\n# <script> [x](javascript:y) `code` """ ``` {{ }} $x$ * _ ! \\ \x1b[31m \u202e'
     texts = ["name", "dataset_name", "dataset_fingerprint"]
-    given: dict[str, object] = dict.fromkeys(texts, hostile) | {"environment": {"hardware": hostile}}
+    given = dict.fromkeys(texts, hostile) | {"environment": {"hardware": hostile}}
     given |= {
         "about": encoders([hostile, hostile], [False, False], "image"),
         "usage": search_code(hostile, "image", True, "", hostile),

@@ -70,7 +70,7 @@ CASES = {
 # -- retrieval ----------------------------------------------------------------------------------------------------------
 def by_definition(cosine: Tensor, right: Tensor, prefix: str = "", *head: Any) -> Figures:
     """Figures of both directions, from the scores of texts and images `[T, M]`, and which belong together."""
-    found: Figures = {}
+    found = {}
     for direction, turn in zip(DIRECTIONS, (lambda matrix: matrix, lambda matrix: matrix.T), strict=True):
         more = (turn(head[0]), *head[1:]) if head else ()
         figures = figures_of_lists(lists_by_sorting(turn(cosine), turn(right), *more))
@@ -80,7 +80,7 @@ def by_definition(cosine: Tensor, right: Tensor, prefix: str = "", *head: Any) -
 
 
 def spoiled(case: Case) -> Any:
-    model: Any = TruthfulModel.with_noise(5, case.images)
+    model = TruthfulModel.with_noise(5, case.images)
     if case.spoiled == "ties":
         model.image = torch.eye(6)[torch.arange(case.images) % 6]
         model.text = model.image[torch.tensor(model.owner)]
@@ -141,7 +141,7 @@ class BagModel:
             self.token[:] = torch.eye(6)[0]
         if case.spoiled == "NaN":
             self.token[TOKENIZER.convert_tokens_to_ids("cat")] = NAN
-        examples: list[dict[str, Any]] = [{"input_ids": [], "caption_keys": []} for _ in self.image]
+        examples = [{"input_ids": [], "caption_keys": []} for _ in self.image]
         self.batches = evaluation_batches(examples, case.batch_size, case.unreadable)
         self.cosine = self.image @ torch.stack([self.mean_of(name) for name in CLASSES]).T
 
@@ -162,7 +162,7 @@ class BagModel:
 
 
 def by_names(case: Case) -> tuple[Figures, Figures]:
-    model: Any = BagModel(case)
+    model = BagModel(case)
     images = LabelledImages(datasets.Dataset.from_dict({}), model.label, CLASSES, "test")
     evaluator = ZeroShotEvaluator(images, TOKENIZER, 32, ZeroShotArguments(templates=TEMPLATES))
     with pytest.MonkeyPatch.context() as patch:
@@ -185,7 +185,7 @@ def by_names(case: Case) -> tuple[Figures, Figures]:
 
 def by_classifier(case: Case) -> tuple[Figures, Figures]:
     """A label of -1 is of no class."""
-    model: Any = BagModel(case)
+    model = BagModel(case)
     labels = [-1 if row % 5 == 4 else label for row, label in enumerate(model.label.tolist())]
     rows = datasets.Dataset.from_dict({"label": labels})
     with pytest.MonkeyPatch.context() as patch:

@@ -83,7 +83,7 @@ def made(start: Callable[[str], str]) -> Made:
             batch = batch_for(model)
         else:
             args = ModelArguments(model_name_or_path=start(family), gradient_checkpointing=True)
-            processor: Any = load_processor_of(start(family))
+            processor = load_processor_of(start(family))
             model = build_model(args, processor.tokenizer, medium="sound" if "clap" in family else "image")
             batch = dict(processor.tokenizer(TEXTS, padding=True, return_tensors="pt"))
             batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -117,7 +117,7 @@ def test_saved_with_every_head_and_loaded_bit_for_bit(family: str, made: Made, t
     model.add_token_head(captions=True)
     model.add_region_head()
     model.save_pretrained(tmp_path)
-    again: Any = AutoModel.from_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
     assert type(again) is FusionDualEncoderModel
     assert type(again.vision_model) is type(model.vision_model)
     assert not again.training
@@ -225,7 +225,7 @@ def test_a_start_computes_what_its_class_does_and_is_written_as_that_class(
     """Alone, padded, in groups of a length as training embeds captions; trained, saved, and as a start again."""
     folder = start(kind)
     right = stock_logits(start(kind))
-    processor: Any = load_processor_of(folder)
+    processor = load_processor_of(folder)
     model = build_model(ModelArguments(model_name_or_path=folder, fusion_layers=1), processor.tokenizer).eval()
     assert model.logit_scale.item() == pytest.approx(2.0)
     assert (model.logit_bias is None) == ("siglip" not in kind)
@@ -280,7 +280,7 @@ def test_a_clap_computes_what_its_class_does_and_is_written_as_that_class(
 ) -> None:
     folder = start(kind)
     given = {"sounds": [(each, RATE) for each in SOUNDS], "texts": TEXTS}
-    processor: Any = load_processor_of(folder)
+    processor = load_processor_of(folder)
     model = build_model(ModelArguments(model_name_or_path=folder), processor.tokenizer, medium="sound").eval()
     model.processor = processor
     right = stock_embeds(folder)
@@ -298,7 +298,7 @@ def test_a_clap_computes_what_its_class_does_and_is_written_as_that_class(
     assert stock.is_dir() == (kind == "clap")  # a fused extractor does more
     if kind == "clap":
         torch.testing.assert_close(stock_embeds(str(stock)), trained, rtol=0, atol=1e-5)
-        own: Any = AutoModel.from_pretrained(stock)
+        own = AutoModel.from_pretrained(stock)
         assert own.logit_scale_a.item() == own.logit_scale_t.item() == model.logit_scale.item()
 
 
@@ -319,7 +319,7 @@ def test_sigmoid_keeps_a_trained_bias_and_temperature(start: Callable[[str], str
     assert (model.logit_scale.item(), model.logit_bias.item()) == (pytest.approx(2.0), -3.5)  # type: ignore[union-attr]
     model.logit_scale.data.fill_(4.77)  # that of published checkpoints, above the usual bound
     assert build_objective(model, ObjectiveArguments("contrastive"), 0).highest_scale == pytest.approx(math.exp(4.77))
-    stock: Any = to_dual_encoder(model)
+    stock = to_dual_encoder(model)
     assert stock.logit_bias.item() == 0
 
 
@@ -338,7 +338,7 @@ SIZED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", SIZED)
 def test_a_tower_reads_another_size_as_its_own_class_interpolates(kind: str) -> None:
     torch.manual_seed(0)
-    tower: Any = AutoModel.from_config(AutoConfig.for_model(kind, **SIZED[kind], image_size=32)).eval()
+    tower = AutoModel.from_config(AutoConfig.for_model(kind, **SIZED[kind], image_size=32)).eval()
     pixels = torch.randn(2, 3, SIZE, SIZE)
     own = {"interpolate_pos_encoding": True} if kind in ("vit", "deit", "ijepa", "siglip_vision_model") else {}
     with torch.no_grad():
@@ -357,11 +357,11 @@ def test_a_whole_model_at_another_size_opens_with_stock_tools(
 ) -> None:
     """Against the stock class at that size, which interpolates in every forward."""
     args = ModelArguments(model_name_or_path=start(kind), image_size=SIZE, fusion_layers=1)
-    processor: Any = load_processor(args, [])
+    processor = load_processor(args, [])
     model = build_model(args, processor.tokenizer).eval()
     before = AutoModel.from_pretrained(start(kind)).eval()
     shown = [Image.fromarray(each) for each in np.random.default_rng(0).integers(0, 256, (3, SIZE, SIZE, 3), np.uint8)]
-    given: Any = {**processor(images=shown, return_tensors="pt"), "interpolate_pos_encoding": True}
+    given = {**processor(images=shown, return_tensors="pt"), "interpolate_pos_encoding": True}
     inputs = processor(text=TEXTS, images=shown, padding=True, return_tensors="pt")
     with torch.no_grad():
         right = F.normalize(before.get_image_features(**given).pooler_output, dim=-1)
@@ -370,7 +370,7 @@ def test_a_whole_model_at_another_size_opens_with_stock_tools(
         assert image_geometry(load_processor_of(str(tmp_path / "run")))[0] == SIZE
         stock = AutoModel.from_pretrained(tmp_path / "stock")
         whole = AutoProcessor.from_pretrained(tmp_path / "stock")
-        padding: Any = {"padding": "max_length", "max_length": 64} if "siglip" in kind else {"padding": True}
+        padding = {"padding": "max_length", "max_length": 64} if "siglip" in kind else {"padding": True}
         words = whole.tokenizer(TEXTS, return_tensors="pt", **padding)
         theirs = stock.eval()(**words, **whole.image_processor(shown, return_tensors="pt")).logits_per_image
         close(theirs, model(**inputs).logits_per_image)

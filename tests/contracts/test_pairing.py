@@ -111,7 +111,7 @@ HOW = {"whole": (1, 0, 0), "on ranks": (3, 0, 0), "by workers": (1, 2, 0), "resu
     ],
 )
 def test_each_image_has_its_captions_in_the_same_steps(source: str, how: str, sources: dict[str, str]) -> None:
-    evaluated: list[int] = []
+    evaluated = []
     if source.startswith("stream"):
         args = DataArguments(dataset_name=sources[source.split()[-1]])
         stream = open_stream(args, BatchSizes((0,), (BATCH,)), 1, 3, 4)
@@ -124,7 +124,7 @@ def test_each_image_has_its_captions_in_the_same_steps(source: str, how: str, so
         count = len(rows)
         make = lambda workers, start, stop: loaders(workers).train(rows, order, start, stop)  # noqa: E731
     world, workers, stop_at = HOW[how]
-    steps: list[list[int]] = [[] for _ in range(STEPS)]
+    steps = [[] for _ in range(STEPS)]
     for start, stop in ((0, stop_at), (stop_at, STEPS)):
         for batches in on_each_rank(world, partial(make, workers), start, stop):
             for step, batch in enumerate(batches, start):

@@ -144,7 +144,7 @@ def test_unreadable_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe.jpg")
-    cases: list[tuple[bytes | None, str | None]] = [(content, None) for content in (b"", b"<html>404</html>", None)]
+    cases = [(content, None) for content in (b"", b"<html>404</html>", None)]
     cases += [(None, name) for name in ("gone.png", "folder", "pipe.jpg", "/dev/zero")]
     cases += [(bytes(24), path) for path in ("raw:4x3", "raw:0x0", "raw:-4x-2", "raw.jpg")]
     for (content, path), read in itertools.product(cases, (open_image, read_pixels)):
@@ -317,7 +317,7 @@ def test_a_tower_gets_what_its_extractor_makes_and_a_short_sound_is_filled_up_as
     old_ast.window_seconds = 1.0
     whisper = WhisperFeatureExtractor(8, chunk_length=1)
     raw = Wav2Vec2FeatureExtractor()
-    clap: Any = {"max_length_s": 1, "frequency_max": 8000, "padding": "repeat"}
+    clap = {"max_length_s": 1, "frequency_max": 8000, "padding": "repeat"}
     loops = ClapFeatureExtractor(16, 16000, truncation="rand_trunc", **clap)
     fused = ClapFeatureExtractor(16, 16000, truncation="fusion", **clap)
     samples = RNG.normal(0, 4000, 7000).astype(np.int16)
@@ -487,7 +487,7 @@ def processor(kind: str, seconds: float = 0.0, frames: int | None = None) -> Any
     """What a processor says of its media."""
     tokenizer = new_tokenizer()
     if kind == "sound":
-        own: Any = extractor()
+        own = extractor()
         own.window_seconds = seconds
         return SimpleNamespace(feature_extractor=own, tokenizer=tokenizer)
     own = SimpleNamespace(crop_size={"height": 16}, image_mean=[0.5] * 3, image_std=[0.25] * 3, clip_frames=frames)

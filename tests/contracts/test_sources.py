@@ -194,7 +194,7 @@ def prepared(path: Path, medium: str, _: str) -> list[dict[str, Any]]:
 
 
 def arguments(flag: str, path: Path) -> DataArguments:
-    values: dict[str, Any] = {flag: str(path)}
+    values = {flag: str(path)}
     return DataArguments(**values)
 
 

@@ -77,7 +77,7 @@ def test_ranks_give_the_gradient_of_one_process(size: int | None) -> None:
     by_rank = run_on_ranks(world, steps_on_this_rank, SPLITS[world], size)
     for by_case in zip(*by_rank, strict=True):
         right = whole(by_case[0]["kind"])
-        mean: dict[str, Any] = dict.fromkeys(right["gradients"], 0)
+        mean = dict.fromkeys(right["gradients"], 0)
         for found in by_case:
             assert found["report"] == by_case[0]["report"]  # to the last bit: ranks must not decide differently
             assert found["report"] == pytest.approx(right["report"], rel=1e-6, abs=3e-7)
@@ -149,7 +149,7 @@ def test_a_stage_trains_its_part_as_all_at_once_would(kind: str) -> None:
     """Of the encoders' stage the head's terms are left out; in the head's, the encoders get no gradient."""
     objective = tiny_objective(kind)
     batch = global_batch(kind)
-    found = dict[str, Any]()
+    found = {}
     stages = stages_of(objective, TrainingArguments(max_steps=10), 0.5, 9)
     for stage in stages:
         stage.freeze_others(objective)
@@ -269,7 +269,7 @@ def test_towers_add_up_in_a_fixed_order(vision: str, text: str) -> None:
     model = build(vision, text, fusion_layers=1, fusion_max_tokens=9).train()
     objective = build_objective(model, ObjectiveArguments("contrastive:1,captioning:1"), 0)
     multiply_patches(model.vision_model)
-    batch: Any = batch_for(model, (9, 7, 5, 3))
+    batch = batch_for(model, (9, 7, 5, 3))
     with pretended_gpu() as mode:
         backward(ALONE, objective, batch | {"ids": torch.arange(8).view(4, 2), "lengths": [9, 7, 5, 3]}, 5, None)
     allowed = ALLOWED.get(vision, set()) | ALLOWED.get(text, set())

@@ -22,7 +22,6 @@ from transformers import (
     BertTokenizer,
     ByT5Tokenizer,
     CLIPTokenizer,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     T5Tokenizer,
     XLMRobertaTokenizer,
@@ -113,7 +112,7 @@ def test_a_broken_image_is_left_out_of_evaluation_and_replaced_in_training(token
     assert evaluated[0]["skipped"][0].startswith("image id-2: embedded image: ")
     assert sum(len(batch["rows"]) for batch in evaluated) == 10
     order = GlobalOrder(12, BatchSizes((0,), (4,)), seed=0)
-    replacements = set[int]()
+    replacements = set()
     for step, batch in enumerate(loaders().train(rows, order, 0, 30)):
         drawn = [row for row, _ in order.batch(step)]
         assert batch["skipped_ids"] == [f"id-{row}" for row in drawn if row in (2, 7)]
@@ -374,7 +373,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_special_tokens_are_text_for_every_family(family: str) -> None:
-    tokenizer: PreTrainedTokenizerBase = FAMILIES[family]()
+    tokenizer = FAMILIES[family]()
     named = {name: token for name, token in tokenizer.special_tokens_map.items() if name != "unk_token"}
     written = sorted({*named.values(), *tokenizer.all_special_tokens} - {tokenizer.unk_token} | set(named.values()))
     special = set(map(tokenizer.convert_tokens_to_ids, written))
@@ -386,7 +385,7 @@ def test_special_tokens_are_text_for_every_family(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("most", [5, 64])
 def test_many_captions_at_once_are_tokenised_as_one_by_one(family: str, most: int) -> None:
-    tokenizer: PreTrainedTokenizerBase = FAMILIES[family]()
+    tokenizer = FAMILIES[family]()
     texts = [*AWKWARD, *tokenizer.all_special_tokens, "a a " * 200, ""]
     many = encode_captions(tokenizer, texts, most)
     assert many == [ids for text in texts for ids in encode_captions(tokenizer, [text], most)]

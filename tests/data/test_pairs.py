@@ -263,7 +263,7 @@ def test_splits_share_no_content_and_twins_are_neighbours() -> None:
     assert not groups["train"] & (groups["validation"] | groups["test"])
     assert not groups["validation"] & groups["test"]
     for contents in drawn[0].values():
-        places: dict[str, list[int]] = {}
+        places = {}
         for place, content in enumerate(contents):
             places.setdefault(content.group(), []).append(place)
         assert max(map(len, places.values())) == 2

@@ -29,7 +29,7 @@ from mm_utils.data.prepare.cache import load_or_prepare
 from mm_utils.data.prepare.checks import check_caption, check_image
 from mm_utils.data.prepare.ingest import ChunkResult, Storage, ingest, read_part, stored_hash
 from mm_utils.data.prepare.report import measure, write_report
-from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, ImageRef, Record
+from mm_utils.data.rows.records import BadRow, BytesImage, FileImage, Record
 from mm_utils.data.rows.source import Source
 from mm_utils.data.rows.tars import MemberImage
 from scripts.prepare_data import main
@@ -161,7 +161,7 @@ def test_a_chunk_is_done_again_when_what_it_depends_on_changes(
 ) -> None:
     path = tmp_path / "a.jpg"
     path.write_bytes(content := save(draw(0), "JPEG"))
-    ref: ImageRef = FileImage(str(path))
+    ref = FileImage(str(path))
     if kind == "member":
         ref = MemberImage("a.jpg", str(path), 0, len(content))
     items = (Record("pairs", "line 1", None, ref, ["a gradient"]),)

@@ -88,7 +88,7 @@ READ = {  # the options that each format reads
 
 @pytest.mark.parametrize("kind", READ)
 def test_an_option_that_a_format_does_not_read_is_refused(kind: str, folder: Path) -> None:
-    options: dict[str, Any] = dict.fromkeys(f"{_OF_TABLES} config classes".split(), "x")
+    options = dict.fromkeys(f"{_OF_TABLES} config classes".split(), "x")
     options |= {"templates": ("a {}",), "caption_template": "{x}"}
     for option in options.keys() - set(READ[kind].split()):
         with pytest.raises(ValueError, match=f"{option}=.*; the format {kind} does not read that"):
@@ -191,12 +191,12 @@ def test_columns_ids_regions_negatives_and_splits_are_read(folder: Path) -> None
 
 def test_templates_and_groups_are_read_of_any_table(folder: Path) -> None:
     template = {"caption_template": "{brand} {title}, for {who}", "group_column": "who"}
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"image": "a.jpg", "brand": "Acme", "title": "red {shoe}", "who": 7, "price": 1},
         {"image": "b.jpg", "brand": "Acme", "title": "bag", "who": None, "price": 2},
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "p.parquet")
-    odd: list[Any] = ["", ["hat"], {"en": "hat"}, "['hat', 'cap']", "['hat' 'cap']"]
+    odd = ["", ["hat"], {"en": "hat"}, "['hat', 'cap']", "['hat' 'cap']"]
     others = [{**rows[0], "title": title} for title in odd]
     for path in (folder / "p.parquet", listed(folder, *rows, *others)):
         good, bad = read(path, **template)
@@ -233,7 +233,7 @@ def test_paths_begin_at_a_root_and_near_misses_are_named(folder: Path) -> None:
 
 
 def test_parquet_cells_are_read_in_any_order_and_empty_ones_are_faults(folder: Path) -> None:
-    rows: list[dict[str, Any]] = [{"image": f"image {at}".encode(), "caption": "a"} for at in range(150)]
+    rows = [{"image": f"image {at}".encode(), "caption": "a"} for at in range(150)]
     rows[7]["image"] = b""
     rows[8]["image"] = None
     pq.write_table(pa.Table.from_pylist(rows), folder / "p.parquet", row_group_size=70)

@@ -103,7 +103,7 @@ def test_examples_are_those_of_a_set_on_disk_and_every_image_comes_once_an_epoch
     assert len(held) == min(30, len(rows) // 5)
     pairs = Pairs(tokenize_captions(rows, tokenizer, 16), TrainingTransform(IMAGE, seed=3))
     places = {name: at for at, name in enumerate(rows["id"])}
-    shown: list[list[str]] = [[], [], []]
+    shown = [[], [], []]
     for step, batch in enumerate(straight):
         epochs = {slot.position: slot.epoch for slot in stream.order.batch(step)}
         drawn = [epochs[position] for position in batch["rows"].tolist()]
@@ -134,7 +134,7 @@ def test_another_row_of_its_block_takes_the_place_of_a_bad_one_the_same_for_any_
     rows = shards.rows_of(range(80))
     for number in bad:
         broken = rows[number]["image"]["bytes"][:40]
-        faults: list[dict[str, Any]] = [{"captions": [" "]}, {"image": {"bytes": None}}, {"image": {"bytes": broken}}]
+        faults = [{"captions": [" "]}, {"image": {"bytes": None}}, {"image": {"bytes": broken}}]
         rows[number] |= faults[number % 3]
     for place in range(4):
         shards.write_parquet(folder / f"{place}.parquet", rows[20 * place : 20 * place + 20])
@@ -292,7 +292,7 @@ def orders(draw: st.DrawFn) -> InterleavedOrder:
 
 def plain_epoch(order: InterleavedOrder, epoch: int) -> list[tuple[int, int]]:
     """Shard and row of all draws: the groups filled one shard after the other, then sorted by where their rows stand."""
-    groups: list[list[tuple[int, int]]] = [[] for _ in range(order.groups)]
+    groups = [[] for _ in range(order.groups)]
     for shard in np.random.default_rng([order.seed, epoch]).permutation(len(order.rows)).tolist():
         least = min(groups, key=len)
         rows = list(range(order.rows[shard]))
@@ -445,7 +445,7 @@ def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
 ) -> None:
     path = shards.write_tar(tmp_path / "a.tar", range(3))
     usual = shard_files.regular_file
-    pauses = list[float]()
+    pauses = []
     reader = ShardReader([Shard(str(path), 0, 3)], SOURCE)
     errors = [errno.EIO, errno.ESTALE, errno.EBUSY]
 
@@ -474,7 +474,7 @@ def test_rows_follow_the_rules_of_preparing_or_give_their_place_and_the_reason(
     path = str(tmp_path / "s.parquet")
     raw = {"bytes": b"bytes", "path": "raw:1x1"}  # which says the size of stored pixels
     good = {"image": raw, "caption": ["a", None, " ", "b", "a"], "id": "7", "split": "test"}
-    changes: list[tuple[dict[str, Any], str]] = [
+    changes = [
         ({}, ""), ({"id": "8", "image": None}, "image_missing: the image is not in the shard"),
         ({"image": {"bytes": None, "path": "/etc/passwd"}}, "the image is not in the shard"),
         ({"caption": [" "]}, "caption_empty"), ({"id": None}, "id, the id, is empty"),

@@ -114,7 +114,7 @@ def moment(start: Any, end: Any, phrase: Any = "a click") -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def sounds(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("sounds")
-    rows: list[dict[str, Any]] = []
+    rows = []
     for number in range(6):
         (folder / f"{number}.wav").write_bytes(wav(melody(number)))
         rows.append({"audio": f"{number}.wav", "caption": f"melody {number}"})
@@ -291,9 +291,9 @@ def test_bad_media_are_set_aside_and_good_ones_are_kept(column: str, cases: Case
     """A good row, then each case and another good row behind it."""
     (tmp_path / "media").mkdir()
     listed = [(reason, case) for reason, those in cases.items() for case in those]
-    rows = list[dict[str, Any]]()
-    wanted = dict[str, set[str]]()
-    kept = set[int]()
+    rows = []
+    wanted = {}
+    kept = set()
 
     def add(content: bytes, columns: dict[str, Any], reason: str, stays: bool) -> None:
         number = len(rows)

@@ -91,7 +91,7 @@ def test_sharded_and_plain_runs_learn_the_same_and_go_on(config: str, tiny_flags
     run(flags, sharded, config=config)
     assert losses(sharded) == pytest.approx(losses(plain), rel=1e-5)
     assert_same(weights(sharded), weights(plain))
-    found: list[dict[str, Any]] = [
+    found = [
         [row for row in rows_of(folder) if "eval_text_to_image_recall@1" in row][-1] for folder in (plain, sharded)
     ]
     assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
@@ -129,7 +129,7 @@ def accelerator(kind: str, precision: str = "bf16", **plugin: Any) -> Any:
 def test_what_they_cannot_do_is_said_at_the_start(given: Any, reason: str) -> None:
     objective = tiny_objective("contrastive")
     is_fsdp = given.distributed_type == DistributedType.FSDP
-    configure: Any = configure_fsdp if is_fsdp else partial(configure_deepspeed, max_grad_norm=1.0)
+    configure = configure_fsdp if is_fsdp else partial(configure_deepspeed, max_grad_norm=1.0)
     with pytest.raises(ValueError, match=reason):
         configure(given, objective, 8)
 

@@ -118,7 +118,7 @@ def runs_on_this_rank(root: Path, cases: list[Case]) -> dict[Case, list[list[str
     """Train; return which images each step showed this rank."""
     let_accelerate_find_ranks()
     accelerator = make_accelerator()
-    scenes = dict[str, Any]()
+    scenes = {}
     seen = {}
     for case in cases:
         kind = case[0] if case[0] in STOCK else "scratch"
@@ -149,13 +149,13 @@ def train(
     objective = build_objective(model, ObjectiveArguments(OBJECTIVES[name]), args.seed)
     optimizer = build_optimizer(model, ADAM, pretrained=False, device=accelerator.device)
     order = GlobalOrder(len(rows), args.batch_sizes, args.seed)
-    watched: list[Watched] = []
+    watched = []
 
     def batches(first: int, stop: int) -> Any:
         watched.append(Watched(loaders.train(rows, order, first, stop)))
         return watched[-1]
 
-    data: Any = SimpleNamespace(
+    data = SimpleNamespace(
         **{"train_batches": batches, "num_rows": len(rows), "max_seq_length": 64, "identity": {}},
         **{"processor": processor, "eval_loader": None, "loaders": loaders, "order": order, "features": None},
     )
@@ -193,7 +193,7 @@ def test_hardware_only_changes_the_speed(launches: Launches, tmp_path: Path) -> 
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
     for kind in STOCK:
         write_stock(tmp_path / kind, kind)
-    rows: dict[str, list[list[str]]] = {}
+    rows = {}
     for world, cases in launches:
         by_rank = run_on_ranks(world, runs_on_this_rank, tmp_path, cases)
         for case in cases:

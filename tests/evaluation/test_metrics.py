@@ -2,7 +2,6 @@
 
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -69,7 +68,7 @@ def test_a_head_helps_that_gains_more_than_chance_and_loses_nowhere(
         "text_to_image": (before, after, torch.arange(1000) % 200),
         "image_to_text": (images, images.index_fill(0, torch.arange(-other), 2), torch.arange(200)),
     }
-    ranks: Any = {
+    ranks = {
         name: SimpleNamespace(cosine_Q=cosine_Q, reranked_Q=reranked_Q, queries=SimpleNamespace(group=group_Q))
         for name, (cosine_Q, reranked_Q, group_Q) in directions.items()
     }

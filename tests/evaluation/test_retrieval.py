@@ -43,7 +43,7 @@ def test_the_evaluate_metrics_agree() -> None:
 
 
 def validation_loss(batch_size: int, bias: float | None) -> float:
-    model: Any = TruthfulModel()
+    model = TruthfulModel()
     model.logit_bias = None if bias is None else torch.tensor(bias)
     measure = RetrievalEvaluator()
     measure(model, model.batches(5, (3,)), ACCELERATOR)
@@ -78,7 +78,7 @@ def test_the_loss_of_validation_is_that_of_whole_batches(
 
 def gap_by_the_docs() -> float:
     text = Path(mm_utils.__file__).parents[1].joinpath("docs/objectives.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
+    names = {}
     exec(
         next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def centroid_gap" in block),
         names,
@@ -94,7 +94,7 @@ def test_the_evaluator_of_the_docs_is_the_same_on_any_number_of_processes() -> N
 
 @pytest.mark.parametrize("value", [{"recall": 0.4}, {"own": "good"}, {"own": None}])
 def test_a_metric_is_a_number_and_has_one_source(value: dict[str, Any]) -> None:
-    nothing: Any = None
+    nothing = None
     assert in_turn(lambda *_: {"recall": 0.5}, lambda *_: {"own": 1})(nothing, [], nothing) == {
         "recall": 0.5,
         "own": 1,
@@ -223,7 +223,7 @@ class Writer(TruthfulModel):
 
 
 def test_the_prior_of_a_caption_is_subtracted() -> None:
-    model: Any = Writer(23)
+    model = Writer(23)
     generator = torch.Generator().manual_seed(3)
     texts = len(model.owner)
     scale = model.logit_scale.exp().item()
@@ -258,7 +258,7 @@ def fitted(model: Any, top_k: int = 10) -> tuple[dict[str, float], dict[str, flo
 
 def noisy_model(truth: float, noise: float = 1.0) -> Any:
     """A model whose match logit is `truth` for a right pair and 0 for others, and noise."""
-    model: Any = TruthfulModel(COUNT)
+    model = TruthfulModel(COUNT)
     right = torch.tensor(model.owner) == torch.arange(COUNT)[:, None]
     model.logits = truth * right + noise * torch.randn(right.shape, generator=torch.Generator().manual_seed(7))
     return model
@@ -314,13 +314,13 @@ def test_the_weights_are_the_likeliest() -> None:
 
 
 def test_a_fold_is_ranked_with_weights_that_did_not_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[set[int]] = []
+    seen = []
 
     def note(directions: list[Listed]) -> list[float]:
         seen.append({int(key) % 2 for one in directions for key in one.group_Q})
         return [float(len(seen))]
 
-    used: list[Tensor] = []
+    used = []
     combine = retrieval.rank_directions
     monkeypatch.setattr(retrieval, "fit_weights", note)
     monkeypatch.setattr(retrieval, "rank_directions", lambda *given: used.append(given[-1]) or combine(*given))

@@ -290,7 +290,7 @@ def test_export_writes_what_open_clip_reads(tmp_path: Path) -> None:
     start = write_stock(tmp_path / "clip", "clip")
     out = tmp_path / "out"
     export.main(["--model_name_or_path", start, "--output_dir", str(out), "--layout", "open_clip"])
-    read: Any = load_processor_of(start)
+    read = load_processor_of(start)
     read = read(text=TEXTS, images=noise(), padding=True, return_tensors="pt")
     theirs = open_clip.create_model_from_pretrained(f"local-dir:{out}", return_transform=False).eval()
     with torch.no_grad():
@@ -371,7 +371,7 @@ def test_images_and_texts_as_in_torch(
 
 def test_immichs_folder_has_the_models_own_colours(tmp_path: Path) -> None:
     name = write_stock(tmp_path / "clip", "clip")
-    processor: Any = load_processor_of(name)
+    processor = load_processor_of(name)
     (tmp_path / "out/visual").mkdir(parents=True)
     export_folder.write_settings(tmp_path / "out", "immich", load_model(name, fusion_layers=0), processor)
     settings = json.loads((tmp_path / "out/visual/preprocess_cfg.json").read_text())

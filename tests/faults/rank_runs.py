@@ -86,7 +86,7 @@ class Striker:
         self.faults = [replace(fault) for fault in faults if fault.rank in (None, distributed.rank())]
         self.folder = folder
         self.begun = begun
-        self.batch = dict[str, Any]()
+        self.batch = {}
         self.trainer: Trainer | None = None
 
     def __call__(self, place: str, step: int) -> None:
@@ -229,11 +229,11 @@ def notes_in(folder: Path, what: str) -> list[dict[str, Any]]:
 
 def rows_of(folder: Path) -> dict[int, list[int]]:
     """The rows of every step, of all ranks together; a step that was done again with other rows is an error."""
-    steps: dict[tuple[int, int], list[int]] = {}
+    steps = {}
     for note in notes_in(folder, "steps"):
         steps.setdefault((note["step"], note["begun"]), []).extend(note["rows"])
     most = max((len(rows) for rows in steps.values()), default=0)
-    found: dict[int, list[int]] = {}
+    found = {}
     for (step, begun), rows in sorted(steps.items()):
         if len(rows) == most:  # of a start that was ended in the step, not all ranks have written
             assert found.setdefault(step, sorted(rows)) == sorted(rows), f"step {step} of start {begun} has other rows"

@@ -181,7 +181,7 @@ def test_a_killed_run_resumes_and_gives_the_same_result(whole: Whole, tmp_path: 
     work = tmp_path / "killed.partial"
     flags = flags_of(whole.zoo, output)
     rng = random.Random(0)
-    before = dict[str, tuple[int, int]]()
+    before = {}
     kills = 0
     for moment in (
         lambda work: len(finished(work)) >= 4,

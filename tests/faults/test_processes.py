@@ -110,7 +110,7 @@ BUG = Raise(KeyError("a bug"))
 
 
 def killed(rank: int, place: str, step: int, world: int = 3) -> Case:
-    statuses: list[int | None] = [-9 if each == rank else 1 for each in range(world)]
+    statuses = [-9 if each == rank else 1 for each in range(world)]
     same = (rank + step) % 2 == 0
     told = {each: LOST for each in range(world) if each != rank}
     return Case([Fault(kill, place, step, rank)], statuses, told, again=world if same else world - 1, exact=not same)
@@ -323,7 +323,7 @@ def test_a_machine_joins_and_is_killed(exact: Path, tmp_path: Path) -> None:
 
     (hold := tmp_path / "run.hold").touch()
     port = free_port()
-    agents = list[subprocess.Popen[bytes]]()
+    agents = []
     try:
         for number, name in enumerate(("first", "second"), 1):
             agents.append(torchrun(tmp_path, port, name))

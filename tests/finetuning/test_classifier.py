@@ -66,7 +66,7 @@ def test_loads_from_the_base_class_and_saves_as_a_stock_artefact(folder: str, in
     assert {name for name in base.state_dict() if inputs != "image" or name.split(".")[0] in parts} == kept.keys()
     for name, value in kept.items():
         assert torch.equal(value, base.state_dict()[name]), name
-    loaded: Any = FusionDualEncoderForClassification.from_pretrained(
+    loaded = FusionDualEncoderForClassification.from_pretrained(
         folder, classifier_inputs=inputs, num_labels=3, output_loading_info=True
     )
     direct, info = loaded

@@ -151,7 +151,7 @@ def test_names_for_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     three = "tench\ngoldfish\nshark\n"
     four = "ant\nbee\nowl\nyak\n"
     file = tmp_path / "names.txt"
-    cases: list[tuple[str, str | None, list[str] | str]] = [
+    cases = [
         (folder, sharks, ["tench", "goldfish", "great white shark"]),
         (folder, three, ["tench", "goldfish", "shark"]),
         (bare, four, ["ant", "bee", "owl", "yak"]),
@@ -192,7 +192,7 @@ def test_classes_are_those_of_the_whole_set_and_splits_may_be_files(
 
 def test_several_labels_of_a_row_are_named_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kinds = List(ClassLabel(names=["b", "a", "c"]))
-    doors: list[Callable[..., Any]] = [task_of, labelled_of]
+    doors = [task_of, labelled_of]
     saved = save(tmp_path / "saved", [[0, 1], [1, 2], [2, 0]], kinds, "train")
     listed = [{"image": f"{at}.png", "labels": pair} for at, pair in enumerate(["ab", "bc", "ca", "b", "c", "c"])]
     few = write(tmp_path, [{**row, "labels": [*row["labels"]]} for row in [listed[0], *listed[3:]]], "few.jsonl")
@@ -301,7 +301,7 @@ def test_parts_of_files_are_stored_and_held_out_by_file(tmp_path: Path) -> None:
     assert (task.classes, task.has_texts) == (["no", "yes"], True)
     train = [read_wav(row["image"]["bytes"])[0] for row in task.splits["train"]]
     held = [read_wav(row["image"]["bytes"])[0] for row in task.splits["validation"]]
-    whole: list[np.ndarray] = [read_wav(tone(300, 300 + 300 * number))[0] for number in range(4)]
+    whole = [read_wav(tone(300, 300 + 300 * number))[0] for number in range(4)]
     parts = [(each[:8000], each[8000:]) for each in whole]
     assert sorted(map(bytes, [*train, *held])) == sorted(bytes(part) for both in parts for part in both)
     assert list(map(bytes, held)) in [list(map(bytes, both)) for both in parts]
@@ -321,7 +321,7 @@ def test_the_scenes_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # -- bad input --------------------------------------------------------------------------------------------------------
 def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None:
     text = {"image": "a.png", "text": "a", "label": 1}
-    rows: list[tuple[dict[str, Any], str]] = [
+    rows = [
         ({"a": 1}, "no label column was recognised. The columns are: a. Set --label_column"),
         (
             {"text": "a", "label": 1},
@@ -334,7 +334,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
         ({**text, "split": "odd"}, "split is odd, not train, validation or test"),
         ({**text, "label": {"x": 1}}, "a label is {.x.: 1}, not a name or a number"),
     ]
-    cases: list[tuple[Callable[..., Any], dict[str, Any], str]] = []
+    cases = []
     for number, (row, message) in enumerate(rows):
         cases.append((task_of, {"train_file": write(tmp_path, [row] * 3, f"{number}.jsonl")}, message))
     one_class = write(tmp_path, [{"image": f"{n}.png", "label": 1} for n in range(3)])

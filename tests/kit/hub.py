@@ -22,9 +22,9 @@ class Hub:
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, bytes]] = {}
-        self.calls = list[str]()
-        self.commits = list[str]()
-        self.faults = list[str]()
+        self.calls = []
+        self.commits = []
+        self.faults = []
         self.may_answer = threading.Event()
         self.may_answer.set()
 

@@ -82,11 +82,11 @@ def write_stock(folder: Path, kind: str, **text: Any) -> str:
     """Write a random model of a kind with its processor; `text` are fields of its text config."""
     images = {"image_size": SIDE, "patch_size": PATCH, "num_channels": 3}
     if kind == "clip":
-        tokenizer: Any = clip_tokenizer()
+        tokenizer = clip_tokenizer()
         end = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id, "pad_token_id": 1}
         text = {**TOWER, **end, "max_position_embeddings": 77, **text}
         config = {"projection_dim": 24, "logit_scale_init_value": 3.0}
-        made: Any = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+        made = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
         made = CLIPProcessor(made, tokenizer)
     elif kind == "chinese_clip":
         tokenizer = chinese_tokenizer()
@@ -128,7 +128,7 @@ def write_clap(folder: Path, fused: bool = False, **audio: Any) -> str:
 
 def _write(folder: Path, config: Any, scales: dict[str, float], processor: Any) -> str:
     torch.manual_seed(0)
-    model: Any = AutoModel.from_config(config)
+    model = AutoModel.from_config(config)
     with torch.no_grad():  # fresh weights are so small that all texts look alike
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -152,7 +152,7 @@ def stock_logits(folder: Path | str, texts: list[str] = TEXTS) -> torch.Tensor:
     stock = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(folder)
     unmasked = "siglip" in stock.config.model_type
-    padding: dict[str, Any] = {"padding": "max_length", "max_length": 64} if unmasked else {"padding": True}
+    padding = {"padding": "max_length", "max_length": 64} if unmasked else {"padding": True}
     inputs = {
         **processor.tokenizer(texts, truncation=True, return_tensors="pt", **padding),
         **processor.image_processor(noise(), return_tensors="pt"),

@@ -155,7 +155,7 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
         let_accelerate_find_ranks()
     accelerator = make_accelerator()
     torch.set_num_threads(1)
-    given: dict[str, Any] = {"max_steps": STEPS, "save_steps": 3, "eval_steps": 4, "logging_steps": 1}
+    given = {"max_steps": STEPS, "save_steps": 3, "eval_steps": 4, "logging_steps": 1}
     given |= {"load_best_model_at_end": False, "early_stopping_patience": run.patience, "global_batch_size": BATCH}
     given |= {"metric_for_best_model": "score"} | run.arguments
     kind = type("Arguments", (TrainingArguments,), {"save_total_limit": given.pop("save_total_limit", 2)})
@@ -171,7 +171,7 @@ def trainers(run: TinyRun, seen: list[list[int]], checkpoint: Path | None = None
             module.p = run.dropout
     OPTIMIZERS["smooth_adamw"] = (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-3})
     learning = OptimizerArguments(learning_rate=1e-2, optim="smooth_adamw")
-    data: Any = SimpleNamespace(
+    data = SimpleNamespace(
         train_batches=lambda start, stop: Batches(run, start, stop, seen, args.global_batch_size),
         eval_loader=Batches(run, 0, 2, []),
         num_rows=ROWS,
@@ -205,8 +205,8 @@ def _score(run: TinyRun, trainer: Trainer, model: Any, loader: Any) -> dict[str,
 def train(run: TinyRun) -> tuple[int, int, list[list[int]]]:
     """Run to the end or to an interruption: the signal's number or 0, the last step, the rows of every step."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    seen: list[list[int]] = []
-    metrics: dict[str, float] = {}
+    seen = []
+    metrics = {}
     checkpoint = find_checkpoint(run.resume, run.folder)
     for number, trainer in enumerate(trainers(run, seen, checkpoint)):
         try:
@@ -243,7 +243,7 @@ def digest(folder: Path) -> str:
 
 def losses(folder: Path) -> dict[int, float]:
     """Losses of the steps in the log; a step or an evaluation that occurs twice is an error."""
-    found: dict[bool, dict[int, float]] = {True: {}, False: {}}
+    found = {True: {}, False: {}}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         rows = found["loss" in row]

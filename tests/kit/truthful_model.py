@@ -123,7 +123,7 @@ class TruthfulModel:
 
     def batches(self, batch_size: int, unreadable: tuple[int, ...] = ()) -> list[dict[str, Any]]:
         """This rank's batches, as `Loaders.evaluation` yields them."""
-        captions: list[list[int]] = [[] for _ in self.image]
+        captions = [[] for _ in self.image]
         for text, image in enumerate(self.owner):
             captions[image].append(text)
         examples = [

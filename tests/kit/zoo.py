@@ -478,8 +478,8 @@ _KARPATHY: list[tuple[str, dict[str, Any]]] = [
 
 def _annotations(corpus: Corpus) -> None:
     path = corpus.add("coco", "captions.json")
-    images = list[Any]()
-    annotations = list[Any]()
+    images = []
+    annotations = []
     for reason, captions, changes in _COCO:
         number, picture, caption = corpus.new()
         picture.save(path.parent / f"{number}.png")
@@ -585,7 +585,7 @@ _CELLS: list[tuple[str, Any, list[str | None] | None]] = [
 
 
 def _table_of_cells(corpus: Corpus, source: str, where: str) -> pa.Table:
-    columns: dict[str, list[Any]] = {"image": [], "captions": []}
+    columns = {"image": [], "captions": []}
     for at, (reason, make, captions) in enumerate([item for cell in _CELLS for item in (cell, _CELLS[-1])]):
         _, picture, caption = corpus.new()
         content = make(picture)

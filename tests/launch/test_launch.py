@@ -113,7 +113,7 @@ NAN = float("nan")
 def test_the_table_of_a_sweep_has_the_best_first(
     metric: str, more: dict[str, tuple[float, float]], name: str, order: list[str], tmp_path: Path
 ) -> None:
-    trials: list[dict[str, Any]] = [
+    trials = [
         {"seed": "1", "eval_mean_recall": 0.25, "eval_loss": 2.0, "folder": tmp_path, "problem": ""},
         {"seed": "=2", "folder": tmp_path, "problem": "RunError: no such file"},
         {"seed": "3", "eval_mean_recall": 0.5, "eval_loss": 3.0, "folder": tmp_path, "problem": ""},
@@ -197,7 +197,7 @@ STAND_INS = {
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Any]:
     """Submit the script with arguments; the stand-ins write into `tmp_path`."""
-    started: list[subprocess.Popen[bytes]] = []
+    started = []
     (tmp_path / "bin").mkdir()
 
     def submit(*arguments: str, torchrun: str) -> Any:

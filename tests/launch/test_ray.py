@@ -64,7 +64,7 @@ def start(folder: Path, command: list[str]) -> subprocess.Popen:
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     quiet = {"RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0", "ACCELERATE_USE_CPU": "true"}
     variables = {**os.environ, **quiet, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([sys.executable, *command], cwd=folder, env=variables, **streams)
 
 
@@ -168,7 +168,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     words = sys.argv[2:]
     cluster.RESIZE_SECONDS = 5.0
-    small: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    small = {"num_cpus": 1, "object_store_memory": 80 << 20}
     machines = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     second = machines.add_node(**small)
 
@@ -183,7 +183,7 @@ def main() -> None:
         node = ["--num-cpus", "1", "--object-store-memory", str(80 << 20), "--block", "--address", machines.address]
         added.append(subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", "start", *node]).pid)
 
-    added: list[int] = []
+    added = []
     threading.Thread(target=disturb, daemon=True).start()
     try:
         launch_ray.main(["--address", machines.address, *words])

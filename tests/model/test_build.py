@@ -91,7 +91,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def build(medium: str = "image", seconds: float | None = None, **fields: Any) -> tuple[FusionDualEncoderModel, Any]:
     args = ModelArguments(**fields)
-    processor: Any = load_processor(args, CAPTIONS, medium, seconds)
+    processor = load_processor(args, CAPTIONS, medium, seconds)
     model = build_model(args, processor.tokenizer, medium=medium).eval()
     model.processor = processor
     return model, processor
@@ -133,7 +133,7 @@ def test_pretrained_backbones_keep_their_weights_and_their_normalisation(
 def test_added_tokens_are_one_token_each_and_travel_with_the_model(
     start: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    fields: dict[str, Any] = {}
+    fields = {}
     if start == "bert":
         bert(len(tokenizer)).save_pretrained(tmp_path / "bert")
         tokenizer.save_pretrained(tmp_path / "bert")
@@ -293,7 +293,7 @@ def test_training_a_tokenizer_is_deterministic(vocab_size: int, monkeypatch: pyt
 def test_a_tokenizer_is_trained_once_per_captions_and_size_of_an_even_sample(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
+    sizes = []
     monkeypatch.setattr(
         processors, "train_tokenizer", lambda captions, size: sizes.append(size) or train_tokenizer(captions, size)
     )
@@ -492,7 +492,7 @@ def test_training_leaves_the_embeddings_of_images_bit_for_bit(
     assert "text to image, by the closed form" in Path(out, "README.md").read_text()  # the new text tower's start
     before = load_model(start).eval()
     after = load_model(out).eval()
-    own: Any = load_processor_of(start)
+    own = load_processor_of(start)
     pixels = own(images=noise(), return_tensors="pt").pixel_values
     with torch.no_grad():
         found = after.encode_image(pixels, with_keys_values=False)[0]
@@ -537,7 +537,7 @@ def test_sound_tiny_encodes_as_evaluation_does_and_is_saved_whole(tmp_path: Path
     for seconds, rate in ((1.2, 16000), (4.0, 16000), (3.0, 22050)):
         content = sound(seconds, rate)
         (tmp_path / "a.wav").write_bytes(content)
-        timed: Any = read_by(processor, 1.0)
+        timed = read_by(processor, 1.0)
         example = timed.read({"bytes": content, "path": None}, None)[0]
         expected = model.encode_image(timed.features(example[None]), with_keys_values=False)[0]
         torch.testing.assert_close(model.encode(sounds=str(tmp_path / "a.wav")), expected, atol=1e-3, rtol=0)

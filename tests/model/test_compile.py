@@ -50,7 +50,7 @@ def test_layers_of_a_kind_are_one_graph_without_breaks(kind: str, monkeypatch: p
 def test_long_runs_on_a_gpu_compile(
     asked: bool | None, steps: int, device: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled: list[Any] = []
+    compiled = []
     monkeypatch.setattr(compile, "compile_layers", compiled.append)
     compile.compile_if_repaid(tiny_objective("contrastive").model, asked, steps, torch.device(device))
     assert bool(compiled) == compiles

@@ -78,7 +78,7 @@ def test_matching_is_the_cross_entropy_of_its_pairs(kind: str, number: int) -> N
     """
     objective = tiny_objective("contrastive_matching")
     batch = global_batch(kind)
-    pairs = list[tuple[Any, ...]]()
+    pairs = []
     if kind.endswith("one image"):
         batch["ids"][:, 0] = 5
     encoded = objective.encode(batch)
@@ -129,7 +129,7 @@ def caption_logits(
     model: FusionDualEncoderModel, keys_values: KeysValues, ids: torch.Tensor, mask: torch.Tensor, before: torch.Tensor
 ) -> torch.Tensor:
     assert model.token_head is not None
-    words: Any = model.text_model.get_input_embeddings()
+    words = model.text_model.get_input_embeddings()
     return model.token_head(model.caption_states(keys_values, ids, mask)[before], words.weight)
 
 

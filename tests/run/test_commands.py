@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 import pytest
@@ -77,7 +77,7 @@ def trained(place: Path) -> Finished:
     columns = ["--image_column", "Bild", "--caption_column", "Text", "--image_root", "my photos"]
     model = ["--vision_config", "tiny", "--text_config", "tiny", "--image_size", "32", "--fusion_layers", "1"]
     flags = ["--train_file", "odd pairs.csv", *columns, *model, "--rerank_top_k", "2", *SHORT]
-    lines: list[str] = []
+    lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mm_utils").addHandler(handler)
@@ -106,7 +106,7 @@ def parsed(command: str) -> tuple[str, list[str]]:
 
 def paste(command: str, *more: str) -> dict[str, float]:
     script, argv = parsed(command)
-    found: dict[str, float] = importlib.import_module(f"scripts.{script}").main([*argv, *more])
+    found = importlib.import_module(f"scripts.{script}").main([*argv, *more])
     return found
 
 
@@ -228,7 +228,7 @@ def test_examples_are_in_the_order_that_was_measured(
     images = [{"bytes": save(Image.new("RGB", (8, 8))), "path": None}] * len(captions)
     features = Features({"image": datasets.Image(decode=False), "captions": datasets.List(Value("string"))})
     rows = Dataset.from_dict({"image": images, "captions": [["a"] * count for count in captions]}, features)
-    drawn: list[RetrievalExample] = []
+    drawn = []
     monkeypatch.setattr(finish, "draw_retrieval", lambda examples, path, about: drawn.extend(examples))
     draw_examples(rows, evaluator, 2.0, tmp_path / "retrieval.png")
     rank_Q = ranks.reranked_Q if top_k else ranks.cosine_Q
@@ -247,7 +247,7 @@ def test_examples_are_in_the_order_that_was_measured(
 
 @pytest.mark.parametrize(("groups", "counted"), [(30, 30), (20, 20), (19, 0)])
 def test_intervals_count_groups_of_equal_captions(groups: int, counted: int) -> None:
-    split: Any = SimpleNamespace(group_M=torch.arange(60) % groups)
+    split = SimpleNamespace(group_M=torch.arange(60) % groups)
     said, queries = independent_queries(split, "sound")
     assert queries == counted
     assert ("group of sounds with equal captions" in said) if counted else f"{groups} independent groups" in said

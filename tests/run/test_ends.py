@@ -90,7 +90,7 @@ def end_as_python_does(function: Callable[[], Any], log: Path) -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     logging.root.handlers.clear()
-    status: Any = 0
+    status = 0
     try:
         run_script(function)
     except SystemExit as end:

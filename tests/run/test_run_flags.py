@@ -25,7 +25,7 @@ KINDS = {"pretrain": pretrain.FLAGS, "finetune": finetune.FLAGS}
 
 
 def test_a_field_is_of_one_dataclass_alone_and_few_are_flags() -> None:
-    decided: dict[str, str] = {}
+    decided = {}
     for script, most in (("pretrain", 70), ("finetune", 62)):
         found = [field for kind in KINDS[script] for field in fields(kind)]
         assert len(found) == len({field.name for field in found}) <= most

@@ -74,7 +74,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, launch: str, attempt: int = 0, run
 
 def begin_training(folder: Path, step: int) -> None:
     """Record that training begins at a step."""
-    arguments: Any = SimpleNamespace(output_dir=str(folder))
+    arguments = SimpleNamespace(output_dir=str(folder))
     restarts.RestartRecord().on_train_begin(arguments, TrainerState(global_step=step), TrainerControl())
 
 

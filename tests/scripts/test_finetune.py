@@ -73,7 +73,7 @@ def test_a_task_of_sounds_is_measured_and_its_card_has_code_for_it(
     card = (folder / "README.md").read_text()
     assert re.search(r"into 2 classes by the fusion head.*CLS.* on a sound and a text\.", card)
     [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    printed: list[str] = []
+    printed = []
     exec(code, {"print": lambda text: printed.append(text)})
     assert [line.split()[1] in ("yes", "no") for line in printed] == [True] * 8
 
@@ -125,7 +125,7 @@ def test_frozen_towers_run_once_and_what_is_learnt_is_the_same(
         "2",
     ]
     flags += ["--freeze_vision", "--freeze_text", "--learning_rate", "1e-2"]
-    shown: list[int] = []
+    shown = []
     run = FusionDualEncoderModel.vision_features
 
     def noted(self: FusionDualEncoderModel, pixels: Tensor, with_taps: bool = True) -> Any:

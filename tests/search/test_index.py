@@ -276,7 +276,7 @@ def test_a_pair_keeps_its_id_and_its_embedding_where_its_split_changes(model: Pa
 
     def run(**ids: str) -> tuple[int, dict[str, str]]:
         places = iter(range(6))
-        splits = dict[str, datasets.Dataset]()
+        splits = {}
         for split, names in ids.items():
             rows = images.select([next(places) for _ in names.split()])
             splits[split] = rows.add_column("id", names.split())

@@ -3,7 +3,6 @@
 import io
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate import Accelerator
@@ -168,7 +167,7 @@ def test_texts_stay_data(page: Served) -> None:
 def test_the_script_serves_this_machine_alone(
     index: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    addresses: list[Any] = []
+    addresses = []
 
     monkeypatch.setattr(server.PageServer, "serve_forever", lambda self: addresses.append(self.socket.getsockname()))
     with caplog.at_level("INFO", "mm_utils"):

@@ -64,7 +64,7 @@ def test_the_log_says_how_busy_the_gpu_is(
 @pytest.mark.parametrize("medium", ["image", "sound", "clip"])
 def test_the_figures_of_an_evaluation_are_called_by_their_medium(medium: str) -> None:
     bar = ProgressBar()
-    lines = list[str]()
+    lines = []
     data = SimpleNamespace(medium=medium)
     bar.bar = SimpleNamespace(write=lines.append)
     logs = {"eval_text_to_image_recall@1": 0.25, "eval_rerank_image_to_text_recall@1": 0.5, "eval_image_spread": 0.7}
@@ -81,9 +81,9 @@ POINT = {"eval_image_spread": 1e-4, "eval_text_spread": 1e-4}
 def read(rows: list[dict[str, float]], begin: int = 30, history: int = 0, **args: Any) -> None:
     """Log these rows of 400 steps, ten steps apart, after a warm-up of 20; the first `history` before a resumption."""
     warning = CollapseWarning(OptimizerArguments(warmup_ratio=20 / 400))
-    listed: Any = [row | {"step": begin + 10 * place} for place, row in enumerate(rows)]
+    listed = [row | {"step": begin + 10 * place} for place, row in enumerate(rows)]
     state = TrainerState(max_steps=400, is_world_process_zero=True, log_history=listed[:history])
-    given: Any = TrainingArguments(logging_steps=10, **args)
+    given = TrainingArguments(logging_steps=10, **args)
     warning.on_train_begin(given, state, TrainerControl())
     for row in listed[history:]:
         warning.on_log(given, state, TrainerControl(), logs=row)

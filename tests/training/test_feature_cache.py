@@ -196,7 +196,7 @@ def test_a_run_between_frozen_towers_runs_each_tower_once(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Closed form, training and all evaluations read one pass; the names of classes are the only other texts."""
-    rows: dict[str, int] = {}
+    rows = {}
     for name in ("vision_features", "text_features"):
         run = getattr(FusionDualEncoderModel, name)
 

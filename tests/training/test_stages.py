@@ -41,7 +41,7 @@ def run_of(folder: Path, recalls: Recalls, reranks: bool = True, **more: Any) ->
         step: {"mean_recall": own, "head_mean_recall": head, "rerank_mean_recall": head if reranks else own}
         for step, (own, head) in recalls.items()
     }
-    given: dict[str, Any] = {"eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "mean_recall"}
+    given = {"eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "mean_recall"}
     arguments = given | {"save_total_limit": 99} | more.pop("arguments", {})
     weights = {"match": 0.5} if reranks else {}
     more = {"new_head": True, "head_share": 0.5, "rerank_weights": weights} | more
@@ -259,7 +259,7 @@ def test_with_a_loss_scaler_only_a_finite_step_moves_the_weights(tmp_path: Path)
     trainer = trainer_of(TinyRun(tmp_path, arguments=QUIET), {2: 0.0, 3: math.inf, 5: math.nan})
     accelerator = trainer.accelerator
     step = trainer.step
-    prepared: Any = trainer.optimizer
+    prepared = trainer.optimizer
     scaler = accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     step.optimizer = AcceleratedOptimizer(prepared.optimizer, scaler=scaler)
     accelerator.unscale_gradients = lambda: scaler.unscale_(prepared.optimizer)  # type: ignore[method-assign]
@@ -280,7 +280,7 @@ def test_with_a_loss_scaler_only_a_finite_step_moves_the_weights(tmp_path: Path)
 
 def test_the_gradient_that_moves_the_weights_is_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = build(TinyRun(tmp_path), [])
-    step: Any = trainer.step
+    step = trainer.step
     step.optimizer_args.max_grad_norm = 1e-3
     norms = []
 
@@ -327,7 +327,7 @@ def test_without_saving_there_is_no_checkpoint_but_for_a_signal(tmp_path: Path) 
 # -- where the image encoder is -------------------------------------------------------------------------------------------
 def test_a_placed_encoder_learns_the_same_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learnt = []
-    sent: list[torch.device] = []
+    sent = []
     monkeypatch.setattr("mm_utils.training.prepared.send_to_device", lambda value, to: sent.append(to) or value)
     for places in ({}, {"vision_device": "cpu:1"}):  # to torch, a place of its own
         trainer = build(TinyRun(tmp_path, arguments=QUIET | places), [])

@@ -64,7 +64,7 @@ def joined(towers: dict[str, str], **changes: Any) -> FusionDualEncoderModel:
 
 def data_of(towers: dict[str, str], images: int = 12) -> TrainingData:
     """Images of which two cannot be decoded, each with 1 to 4 captions."""
-    processor: Any = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(towers["text_model_name_or_path"]))
+    processor = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(towers["text_model_name_or_path"]))
     rows = tokenize_captions(rows_of(images, broken=[2, 7]), processor.tokenizer, 16)
     return training_data(rows, 4, processor=processor, size=32)
 
@@ -223,7 +223,7 @@ def test_what_validation_cannot_tell_apart_is_not_changed(
     found = dict(zip(ALPHAS, figures, strict=True))
     of_split = {}
     if ranks is not None:
-        queries: Any = SimpleNamespace(group=torch.arange(30))
+        queries = SimpleNamespace(group=torch.arange(30))
         every = (DirectionRanks(queries, torch.full((30,), rank)) for rank in ranks)
         of_split = {alpha: {"text_to_image": each} for alpha, each in zip(ALPHAS, every, strict=True)}
     assert nearest_to_start(found, of_split, "mean_recall") == chosen
@@ -427,7 +427,7 @@ def test_probabilities_are_those_of_the_stock_classifier(kind: str, pooling: str
     """Where the classifier reads no more than what the model pools, that is enough."""
     stock = classifier(kind, tmp_path)
     tower = AutoModel.from_pretrained(tmp_path).eval()
-    runs: list[None] = []
+    runs = []
     tower.register_forward_hook(lambda *_: runs.append(None))
     images = torch.randn(3, 32, 32) if kind.startswith("audio") else torch.randn(3, 3, 32, 32)
     classes = read_classes(str(tmp_path), tower, partial(pool_output, pooling=pooling))

@@ -58,12 +58,9 @@ def reason_of(action: Callable[[], Any]) -> str:
 
 def test_files_below_the_root_are_found_and_others_if_that_is_allowed(root: Path) -> None:
     (root / os.fsdecode(b"caf\xe9.png")).write_bytes(b"x")
-    names = ("inside.png", "./sub/../inside.png", "link_in.png", "folder_in/deep.png", os.fsdecode(b"caf\xe9.png"))
     for jail in (Jail(str(root)), Jail(str(root.parent / "alias"))):
-        for name in (*names, *(str(root / name) for name in names)):
-            path = jail.resolve(name)
-            assert os.path.isabs(path)
-            assert Path(path).read_bytes() == Path(root / name).read_bytes()
+        for name in ("./sub/../inside.png", "link_in.png", f"{root}/folder_in/deep.png", os.fsdecode(b"caf\xe9.png")):
+            assert Path(jail.resolve(name)).read_bytes() == Path(root / name).read_bytes()
     for name in ("../secret.png", "link_out.png", "folder_out/secret.png", f"{root.parent}/secret.png"):
         assert reason_of(lambda name=name: Jail(str(root)).resolve(name)) == "outside_root"
         assert Path(Jail(str(root), allow_outside=True).resolve(name)).read_bytes() == b"secret.png"

@@ -288,13 +288,11 @@ def test_only_the_new_columns_are_written(tmp_path: Path, own_cache: Path, token
     big = [{**row, "image": {"bytes": os.urandom(100_000), "path": None}} for row in rows_of(12)]
     rows = on_disk(Dataset.from_list(big, features=FEATURES), tmp_path / "pairs")
     tokens = tokenize_captions(rows, tokenizer, 16)
-    assert tokens.to_dict() == {**rows.to_dict(), **{name: tokens[:][name] for name in NEW}}
     assert tokens.column_names == [*rows.column_names, *NEW]
     written = sum(path.stat().st_size for path in own_cache.glob("tandem_tokens/*/*"))
     assert written < 20_000
     [stored] = own_cache.glob("tandem_tokens/*/")
     assert {Path(file["filename"]).parent for file in tokens.cache_files} == {tmp_path / "pairs", stored}
-    assert tokens.features == {**FEATURES, **{name: tokens.features[name] for name in NEW}}
 
 
 NEW = ["input_ids", "image_key", "caption_keys"]

@@ -208,16 +208,6 @@ def classes(pretrained: str, folders: str) -> list[str]:
     return ["--model_name_or_path", pretrained, *others, *templates]
 
 
-def test_figures_and_table_are_left(classes: list[str], tmp_path: Path) -> None:
-    found = eval_zero_shot.main([*classes, "--output_dir", str(tmp_path / "out")])
-    assert found["chance@1"] == found["majority@1"] == 1 / 8
-    assert found["accuracy@1_low"] <= found["accuracy@1"] <= found["accuracy@1_high"]
-    assert found["accuracy@1"] == pytest.approx(found["macro_accuracy@1"])
-    assert found["accuracy@5"] >= found["accuracy@1"]
-    assert json.loads((tmp_path / "out/metrics.json").read_text()) == found
-    assert len((tmp_path / "out/classes.csv").read_text().splitlines()) == 9
-
-
 def test_a_folder_of_clip_benchmark_gives_the_same_figures(classes: list[str], folders: str, tmp_path: Path) -> None:
     """The same images in tar shards, with the files of names and templates beside them."""
     names = sorted(path.name for path in Path(folders).iterdir())
@@ -232,4 +222,7 @@ def test_a_folder_of_clip_benchmark_gives_the_same_figures(classes: list[str], f
     (tmp_path / "templates.txt").write_text("a {c}, number 0\nnumber 1: one {c}\n")
     beside = ["--classes", f"{tmp_path}/classnames.txt", "--templates", f"{tmp_path}/templates.txt"]
     found = eval_zero_shot.main([*classes, "--dataset_name", str(tmp_path), *beside])
-    assert found == pytest.approx(eval_zero_shot.main(classes))
+    assert found == pytest.approx(eval_zero_shot.main([*classes, "--output_dir", str(tmp_path / "out")]))
+    assert found["chance@1"] == found["majority@1"] == 1 / 8
+    assert json.loads((tmp_path / "out/metrics.json").read_text()) == pytest.approx(found)
+    assert len((tmp_path / "out/classes.csv").read_text().splitlines()) == 9

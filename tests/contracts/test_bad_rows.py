@@ -140,6 +140,7 @@ SIX = (LINES * 9 + GONE * 2) * 3
 FRAMES = b'{"frames": ["0.png", "1.png"], "caption": "a dog"}\n'
 REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: there is none), keys and flags, the message
     ("a.jsonl", LINES.decode().encode("utf-16"), "", "a.jsonl, line 1 is UTF-16 or UTF-32 text. The text is not UTF-8"),
+    ("a.json", '{"images": []}'.encode("utf-16"), ",format=coco", "UTF-16 or UTF-32 text. Save it as UTF-8"),
     ("a.jsonl", png(draw(0)), "", "a.jsonl, line 1 is not UTF-8 text: byte 1 of the line."),
     ("a.jsonl", b"\n \n\n", "", "holds no rows. Give a file"),
     ("a.csv", b"image,caption\n", "", "holds no rows. Give a file"),
@@ -158,6 +159,8 @@ REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: th
     ("a.json", b'{"images": [{"id": 1', ",format=coco", "Copy or repair the file"),
     ("a.json", BOXES, ",format=coco", "no annotation has image_id and caption"),
     ("a.json", b"[" * 100_000, ",format=coco", "nested too deeply"),
+    ("a.json", BOXES, ",medium=sound,format=coco", "coco is read for images alone"),
+    ("a.csv", b'"image,caption\n', "", "a.csv, line 1 is a row that cannot be read"),
     ("a.jsonl", SIX, "", "6 of 60 rows are bad, more than"),
     ("a.jsonl", SIX, "", "is read wrongly. If not, and they shall be left out, raise --max_bad_fraction."),
     ("a.jsonl", GONE * 20, " --max_bad_fraction 1", "no row is left of any source (image_missing: 20). The first is line 1"),

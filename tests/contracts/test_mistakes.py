@@ -37,6 +37,7 @@ MISTAKES = [
     ("scripts.pretrain", "--objectives contrastive:1,contrastive:2", "it has contrastive twice"),
     ("scripts.pretrain", "--objectives contrastive,distillation", "Give --teacher_name_or_path"),
     ("scripts.pretrain", "--optim lion", "--optim"),
+    ("scripts.pretrain", "--vision_config huge", "--vision_config is 'huge'; give tiny, small, base"),
     ("scripts.pretrain", "--global_batch_size 1", "at least 2 pairs"),
     ("scripts.pretrain", "--micro_batch_size 0", "--micro_batch_size is 0; give at least 1, 'auto'"),
     ("scripts.pretrain", "--early_stopping_patience 1", "--eval_steps"),
@@ -47,6 +48,7 @@ MISTAKES = [
     ("scripts.prepare_data", "--sources x --output_dir s3://b/set", "--output_dir is s3://b/set; a folder of this machine is written"),
     ("scripts.prepare_data", "--sources x --output_dir y --validation_fraction 0.5 --test_fraction 0.5", "leave nothing to train on"),
     ("scripts.pretrain", "--dataloader_num_workers many", "--dataloader_num_workers is many; give a number of processes from 0 to 1024, or auto"),
+    ("scripts.launch_ray", "--num_workers 0", "--num_workers is 0"),
     ("scripts.launch_ray", "--tune seed=1,2 --num_workers 1:2", "--tune is seed=1,2, and --num_workers is 1:2"),
     ("scripts.launch_ray", "--tune path=a/b,a-b", "is not a new flag with different values"),
 ]  # fmt: skip

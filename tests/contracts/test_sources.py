@@ -314,6 +314,10 @@ FOLDERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None, tuple[
     "rows with annotations": (
         {**_SIX, "c.json": lines(*({**row, "annotations": [{}]} for row in _rows(0, 6)))}, "c.json", {}, 6, (),
     ),
+    "an object over lines": (
+        {"c.json": json.dumps({"version": "1", "image": "0.png"}, indent=1)}, "c.json", {}, None,
+        (r"c\.json holds one object with version, image over several lines\. Write rows",),
+    ),
     "an object of splits": (
         {"c.json": json.dumps({"train": _rows(0, 6), "test": _rows(0, 6)})}, "c.json", {}, None,
         (r"c\.json holds one object, with rows in train, test\. Write each list to a file of its own",),

@@ -62,6 +62,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: parse_source("p.jsonl,medium=sounds"), "known are auto, image, clip, sound. Did you mean 'sound'"),
     (lambda: parse_source("p.jsonl,split"), "'split' is not key=value"),
     (lambda: parse_source("p.jsonl,split=val,split=test"), "split is given twice"),
+    (lambda: parse_source("p,templates=a photo"), "templates=a photo; a template says"),
     (lambda: parse_source(",split=val"), "an item without a path"),
     (lambda: DataArguments(dataset_name="a", train_file="b"), "--dataset_name and --train_file are given together"),
     (lambda: find_columns(["Bild", "text"], "t", Columns()), "no image .* are: Bild, text. Set --image_column"),

@@ -4,13 +4,12 @@ The ranks are forked from a process that has imported everything, without a laun
 their own doing. A run of ten steps takes a second or two. Every rank writes down the rows of the steps that it completed and
 the checkpoints that it announced, so whatever was lost or done twice is known even of a rank that was killed.
 
-As a script, for a launcher that restarts its processes, one of which is killed in every start but the last; every third step of
-a process lasts until a signal comes or FOLDER.hold is gone: accelerate launch --max_restarts 3 -m tests.faults.rank_runs FOLDER SEED KILLS
+As a script, for a launcher that restarts its processes; every third step of a process lasts until a signal comes or FOLDER.hold is
+gone: torchrun --max-restarts 3 -m tests.faults.rank_runs FOLDER
 """
 
 import json
 import os
-import random
 import signal
 import sys
 import time
@@ -163,22 +162,17 @@ def _process(rank: int, world: int, port: int, begun: int, run: TinyRun, faults:
 def main() -> None:
     """A tiny run under a launcher."""
     folder = Path(sys.argv[1])
-    seed = int(sys.argv[2])
-    kills = int(sys.argv[3])
     torch.set_num_threads(1)
     args = TrainingArguments(output_dir=str(folder))
     started = start_run("tiny", Parsed([args]))
     begun = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    faults = [Fault(Sleep(0.1), "end", 0, None, times=STEPS)]  # for checkpoints to be complete a step later
-    if begun < kills:
-        random.seed(100 * seed + begun)
-        step = random.choice(range(2, 5)) + 3 * begun
-        place = random.choice(["batch", "forward", "backward", "end"])
-        faults.append(Fault(kill, place, min(step, STEPS), random.randrange(distributed.world_size())))
     notes_of(folder).mkdir(exist_ok=True)
     held = folder.with_name(f"{folder.name}.hold")
-    run = TinyRun(folder) if kills else exact_run(folder)
-    work(run, [*faults, Fault(Hold(held), "end", 0, None, times=STEPS)], begun, RestartRecord())
+    faults = [
+        Fault(Sleep(0.1), "end", 0, None, times=STEPS),  # for checkpoints to be complete a step later
+        Fault(Hold(held), "end", 0, None, times=STEPS),
+    ]
+    work(exact_run(folder), faults, begun, RestartRecord())
     started.accelerator.end_training()  # as the scripts do: else threads of gloo may be torn down while they run
 
 
@@ -240,11 +234,11 @@ def rows_of(folder: Path) -> dict[int, list[int]]:
     return found
 
 
-def steps_lost(folder: Path, begun: int = 0) -> int:
-    """Steps that the next start had to do again after the one numbered `begun`."""
+def steps_lost(folder: Path) -> int:
+    """Steps that the second start had to do again."""
     notes = notes_in(folder, "steps")
-    done = max((note["step"] for note in notes if note["begun"] <= begun), default=0)
-    return done + 1 - min((note["step"] for note in notes if note["begun"] == begun + 1), default=done + 1)
+    done = max((note["step"] for note in notes if not note["begun"]), default=0)
+    return done + 1 - min((note["step"] for note in notes if note["begun"]), default=done + 1)
 
 
 def loses_checkpoint(folder: Path) -> bool:

@@ -25,7 +25,6 @@ from mm_utils.arguments import LAUNCH_VARIABLE, launcher
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.recall_table import independent_queries
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
-from mm_utils.plots import RetrievalExample
 from mm_utils.reports.model_card import quoted
 from mm_utils.run import finish
 from mm_utils.run.finish import evaluation_command

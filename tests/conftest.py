@@ -36,7 +36,7 @@ tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0
 
 _MYSELF = os.getpid()
-_FLUSHED: set[int] = set()
+_FLUSHED = set()
 
 
 def _end_with_the_tests() -> None:

@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -114,7 +113,7 @@ def content(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("rows", "part/more")]
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
+DAMAGE = {
     "a flipped bit": lambda folder: (folder / "rows").write_bytes(b"rowt" + b"rows" * 99),
     "an empty file": lambda folder: os.truncate(folder / "part/more", 0),
     "a lost file": lambda folder: (folder / "part/more").unlink(),

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +172,7 @@ def test_a_class_named_like_a_formula_is_text_in_a_table(tmp_path: Path) -> None
 
 
 SECRET = "https://usr:PassW0rdCanary@host.example/x"
-DOORS: dict[str, Callable[[str], str]] = {
+DOORS = {
     "a fault": lambda text: Fault("image_missing", text).detail,
     "an excerpt": excerpt,
     "a shortened name": shortened,

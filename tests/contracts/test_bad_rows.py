@@ -138,7 +138,7 @@ GONE = b'{"image": "none.png", "caption": "a dog"}\n'
 BOXES = b'{"images": [], "annotations": [{"image_id": 1}]}'
 SIX = (LINES * 9 + GONE * 2) * 3
 FRAMES = b'{"frames": ["0.png", "1.png"], "caption": "a dog"}\n'
-REFUSED: list[tuple[str, bytes | None, str, str]] = [  # file, content (None: there is none), keys and flags, the message
+REFUSED = [  # file, content (None: there is none), keys and flags, the message
     ("a.jsonl", LINES.decode().encode("utf-16"), "", "a.jsonl, line 1 is UTF-16 or UTF-32 text. The text is not UTF-8"),
     ("a.json", '{"images": []}'.encode("utf-16"), ",format=coco", "UTF-16 or UTF-32 text. Save it as UTF-8"),
     ("a.jsonl", png(draw(0)), "", "a.jsonl, line 1 is not UTF-8 text: byte 1 of the line."),
@@ -187,9 +187,7 @@ def test_a_source_that_cannot_be_read_is_refused_in_one_line(
 
 
 # -- folders ------------------------------------------------------------------------------------------------------------
-TREES: dict[
-    str, tuple[tuple[str, ...], list[str]]
-] = {  # with names as people and cameras write them, and their faults
+TREES = {  # with names as people and cameras write them, and their faults
     "classes": (("cat/0.png", "dog/0.png", "___/0.png"), ["caption_empty"]),
     "imagefolder": (("0.JPG", "0.Txt", "0.NEF", "dog/1.png", "dog/1.txt"), ["not_read"]),
     "parquet": (("0.parquet", "dog/1.parquet"), []),

@@ -150,7 +150,7 @@ def write_parquet(folder: Path, private: Path) -> None:
     pq.write_table(table([str(private / f"{at}.png") for at in range(30)]).data.table, folder / "train.parquet")
 
 
-WAYS: dict[str, tuple[Callable[[Path, Path], object], str]] = {  # what is written, and what the message says
+WAYS = {  # what is written, and what the message says
     "Parquet": (write_parquet, "outside"),
     "a link": (lambda folder, private: (folder / "train.csv").symlink_to(private / "notes.csv"), "outside"),
     **{
@@ -178,7 +178,7 @@ def read_all(name: str) -> None:
         raise ValueError(f"{name}; {bad[0].fault}")
 
 
-DOORS: dict[str, Callable[[str], Any]] = {
+DOORS = {
     "pretrain": lambda name: load_pairs(DataArguments(dataset_name=name)),
     "finetune": lambda name: task_of(dataset_name=name),
     "eval_zero_shot": lambda name: labelled_of(dataset_name=name),

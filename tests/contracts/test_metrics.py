@@ -1,6 +1,5 @@
 """Each metric equals its definition, whatever the batches, the rows that cannot be read, ties, NaN and the number of processes."""
 
-from collections.abc import Callable
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -208,7 +207,7 @@ def by_classifier(case: Case) -> tuple[Figures, Figures]:
     }  # fmt: skip
 
 
-METRICS: dict[str, Callable[[Case], tuple[Figures, Figures]]] = {
+METRICS = {
     "towers": towers, "head": head, "names of classes": by_names, "classifier": by_classifier,
 }  # fmt: skip
 

@@ -61,7 +61,7 @@ REASONS = {  # why `VisionTextDualEncoderModel` cannot be written
     "resnet": "one pooled vector per image", "distilbert": NO_POOLER, "modernbert": NO_POOLER, "electra": NO_POOLER,
     "deberta": NO_POOLER, "clips": "reads images, and this model clips", "sounds": "reads images, and this model sounds",
 }  # fmt: skip
-NO_TOKENIZER: Any = None
+NO_TOKENIZER = None
 Made = Callable[[str], tuple[FusionDualEncoderModel, Batch]]
 
 
@@ -325,7 +325,7 @@ def test_sigmoid_keeps_a_trained_bias_and_temperature(start: Callable[[str], str
 
 # -- another size -------------------------------------------------------------------------------------------------------
 SIZE = 56
-SIZED: dict[str, dict[str, Any]] = {
+SIZED = {
     **{
         kind: {**TOWER, "patch_size": 8}
         for kind in ("vit", "deit", "dinov2", "ijepa", "siglip_vision_model", "dinov3_vit")

@@ -137,7 +137,7 @@ ALL = ("image", "sound", "clip")
 STILL = ("image",)
 WITH_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets", "sqlite")
 # name: what makes it, its format, its media, the flag of training, and whether it can be streamed
-FORMATS: dict[str, tuple[Make, str, tuple[str, ...], str, bool]] = {
+FORMATS = {
     "lines": (lambda made: made.write("p.jsonl", lines(*made.rows)), "jsonl", ALL, "train_file", False),
     "an array": (lambda made: made.write("p.json", json.dumps(made.rows)), "json", STILL, "train_file", False),
     "commas": (lambda made: made.cells("p.csv", ","), "csv", ALL, "train_file", False),
@@ -265,7 +265,7 @@ _COCO = {
     "annotations": [{"image_id": at, "caption": f"text {at}"} for at in range(6)],
 }
 # name: the files (a list is a tar), what is read of them and how, the number of rows, and all that is said, as patterns
-FOLDERS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int | None, tuple[str, ...]]] = {
+FOLDERS = {
     "kinds that differ": (
         {**_SIX, "a.jsonl": lines(*_rows(0, 3)), "b.tsv": _csv(_rows(3, 6, "file_name", "text"), "\t")}, "", {}, None,
         (r"a\.jsonl has the columns image, caption, and b\.tsv file_name, text; tables of several kinds",),

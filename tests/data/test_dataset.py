@@ -327,7 +327,7 @@ def one_row(*captions: str, image_id: str = "a") -> Dataset:
 
 CUT = "a picture " * 20
 UNKNOWN = r"^Texts: \d+% of the tokens are unknown .* --text_model_name_or_path"
-UNREAD: dict[str, tuple[list[str], list[str]]] = {
+UNREAD = {
     "whole": (["a picture", "picture one"], []),
     "one of two is cut": ([CUT, "a picture"], [r"^Texts: the model reads 16 tokens. 1 of 2 \(50.0%\) are longer; the longest has 42, .* --max_seq_length"]),
     "a query is cut": ([CUT], ["^Texts: the model reads 16 tokens. It has 42, and the rest is cut"]),

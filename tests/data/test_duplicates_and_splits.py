@@ -3,7 +3,6 @@
 import io
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ def test_a_small_set_has_a_fifth_for_validation_unless_a_share_is_given(tmp_path
 
 
 KNOWN = {"id": "x", "image_hash": row(0)["image_hash"]}
-OVERWRITTEN: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+OVERWRITTEN = {
     "the image, under another id": ([row(0, id="y")], ["test"]),
     "the id, with another image": ([row(1, id="x")], ["test"]),
     "a copy beside it": ([row(0), row(0, near=True)], ["test", "test"]),
@@ -260,7 +259,7 @@ def as_set(pairs: np.ndarray) -> set[tuple[int, int]]:
 
 
 PHOTOS = [draw(seed, (240, 180)) for seed in range(40)]
-COPIES: dict[str, Callable[[Image.Image], Image.Image]] = {
+COPIES = {
     "compressed": compressed,
     "half the size": lambda image: image.resize((image.width // 2, image.height // 2), Image.Resampling.BICUBIC),
     "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.15),

@@ -5,7 +5,6 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,7 +144,7 @@ def test_a_chunk_is_done_once_and_rows_of_one_image_decode_it_once(
     assert stored(tmp_path, *items, storage=RAW)[0] != first[0]
 
 
-CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
+CHANGES = {
     "its date": lambda path, _: os.utime(path, ns=(0, 0)),
     "it is gone": lambda path, _: path.unlink(),
     "PyAV is gone": lambda _, patch: patch.setitem(sys.modules, "av", None),
@@ -260,7 +259,7 @@ FEATURES = Features({
 })  # fmt: skip
 SOURCE = {"name": "one", "path": "a.jsonl", "format": "jsonl", "rows": 1000, "bad": 109, "kept": 891}
 LINE = {"source": "a.jsonl", "where": "line 7", "detail": "cut"}
-SUMMARY: dict[str, Any] = {
+SUMMARY = {
     "settings": {"short_side": 258, "near": True, "validation_fraction": None, "test_fraction": 0.0},
     "ungrouped": {},
     "medium": "image",

@@ -56,7 +56,7 @@ def test_an_item_is_parsed() -> None:
     assert pickle.loads(pickle.dumps(source)) == source
 
 
-REFUSED: list[tuple[Callable[[], Any], str]] = [
+REFUSED = [
     (lambda: parse_source("p.jsonl,spilt=val"), r"has the key spilt; known are .*Did you mean 'split'"),
     (lambda: parse_source("p.jsonl,split=nowhere"), "split=nowhere; a split is train, validation or test"),
     (lambda: parse_source("p.jsonl,medium=sounds"), "known are auto, image, clip, sound. Did you mean 'sound'"),

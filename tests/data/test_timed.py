@@ -3,7 +3,6 @@
 import json
 import random
 import struct
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,8 @@ _CODECS = [
     ("ipod", "aac", 44_100, 2),
     ("aiff", "pcm_s16be", 22_050, 1),
 ]
-_RATES: Any = {f"{r} Hz": (lambda r=r: wav(clicking(1.2, r, CLICKS), r), {}, CLICKS) for r in (8_000, 44_100)}
-HEARD: dict[str, tuple[Callable[[], bytes], dict[str, float], tuple[float, ...]]] = {
+_RATES = {f"{r} Hz": (lambda r=r: wav(clicking(1.2, r, CLICKS), r), {}, CLICKS) for r in (8_000, 44_100)}
+HEARD = {
     **_RATES,
     **{
         codec: (lambda f=form, c=codec, r=rate, n=channels: encoded(clicking(1.2, r, CLICKS), r, f, c, n), {}, CLICKS)
@@ -72,7 +71,7 @@ def flashes(content: bytes, fps: float, start: float | None = None, end: float |
 
 
 _VARIABLE = [0.033, 0.1, 0.5, 0.55, 0.6, 1.4, 1.45, 1.9]
-SEEN: dict[str, tuple[list[float], list[tuple[float, float]], float, float, float | None]] = {
+SEEN = {
     **{f"{fps:.2f}": (steady(fps, 2), [(1.0, 1.26)], 20, 0.0, None) for fps in (24.0, 25.0, 30_000 / 1001)},
     "a variable rate": (_VARIABLE, [(0.5, 0.56), (1.4, 1.44)], 10, 0.0, None),
     "a part": (steady(25, 2), [(1.2, 1.6)], 10, 1.0, 2.0),
@@ -215,7 +214,7 @@ def moments(start: Any, end: Any, phrase: str = "a click") -> dict[str, Any]:
 
 # By reason: files, or a whole file and further columns; a row with bad moments is kept, as are those without a reason.
 Cases = dict[str, list[bytes | tuple[bytes, dict[str, Any]]]]
-SOUNDS: Cases = {
+SOUNDS = {
     "medium_empty": [b"", riff_wav(b""), (b"", {"audio": None})],
     "medium_unknown_format": [PAGE, PLAYLIST],
     "medium_truncated": [
@@ -265,7 +264,7 @@ SOUNDS: Cases = {
         (SOUND, {"moments": json.dumps([moment(0.2, 0.6)])}),  # as a CSV file has it
     ],
 }
-CLIPS: Cases = {
+CLIPS = {
     "medium_empty": [b""],
     "medium_unknown_format": [PAGE, STILL],
     "no_video_stream": [encoded(clicking(), 8000, "matroska", "pcm_s16le"), SOUND],

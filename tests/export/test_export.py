@@ -177,7 +177,7 @@ def test_a_folder_that_is_taken(flags: list[str], tmp_path: Path) -> None:
         export.main([*flags[:3], str(tmp_path)])
 
 
-FAILURES: dict[str, tuple[str, BaseException, str]] = {
+FAILURES = {
     "an operator": (
         "torch.onnx.export",
         NotImplementedError("aten::fold\nsecond"),

@@ -236,7 +236,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+DAMAGES = {
     "cut in half": lambda path, _: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "missing": lambda path, _: path.unlink(),
     "with a bit flipped": lambda path, _: flip(path, path.stat().st_size // 2),

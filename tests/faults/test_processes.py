@@ -227,7 +227,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 # -- steps that teach nothing -------------------------------------------------------------------------------------------
-_state: dict[str, Any] = {}
+_state = {}
 
 
 def _remember(trainer: Trainer, batch: dict[str, Any]) -> None:

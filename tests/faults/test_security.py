@@ -31,7 +31,7 @@ from tests.kit.numbered_rows import new_tokenizer
 from tests.kit.reading import add_member
 from tests.kit.stock_folders import write_stock
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -102,7 +102,7 @@ def write_model_with_code(folder: Path, canary: Canary, kind: str) -> str:
     return str(folder)
 
 
-DOORS: dict[str, Callable[[str], Any]] = {
+DOORS = {
     "--model_name_or_path": load_model,
     "its processor": load_processor_of,
     "--vision_model_name_or_path": lambda name: build_model(
@@ -159,7 +159,7 @@ def with_weights(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return lambda folder: (folder / path).write_bytes(change((folder / path).read_bytes()))
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
+DAMAGE = {
     "cut in half": with_weights(lambda content: content[: len(content) // 2]),
     "a header of an exabyte": with_weights(lambda content: (1 << 60).to_bytes(8, "little") + content[8:]),
     "a function as type": replaced(dtype="__import__"),

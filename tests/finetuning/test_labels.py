@@ -3,7 +3,6 @@
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def shards(folder: Path, suffix: str) -> str:
     return str(folder)
 
 
-SOURCES: dict[str, Callable[[Path], str]] = {
+SOURCES = {
     "a saved set": lambda folder: save(folder, [0, 1, 2, 0], ClassLabel(names=["owl", "ant", "yak"]), "train"),
     "classes": lambda folder: files(folder, {f"{name}/{at}.png": grey(10 * at) for at, name in enumerate(ANIMALS)}),
     **{f"shards of .{end}": partial(shards, suffix=end) for end in ("cls", "json")},

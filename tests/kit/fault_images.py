@@ -4,7 +4,7 @@ import io
 import struct
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, features
@@ -24,7 +24,7 @@ _TURNS = {
 }
 
 
-_BEST: dict[str, Any] = {"quality": 95, "subsampling": 0}
+_BEST = {"quality": 95, "subsampling": 0}
 
 
 class Broken(NamedTuple):
@@ -179,7 +179,7 @@ _ZEROS = "a JPEG whose end is zeros, as a power failure leaves it"
 _HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)
 _WHITE = zlib.compress((b"\0" + b"\xff" * 1125) * 9000, 1)  # 81 million pixels of one bit
 _TEXT = _chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(8 << 20), 1))  # 8 MB of it
-_REASONS: dict[str, dict[str, bytes | Make]] = {
+_REASONS = {
     "image_empty": {"an empty file": b""},
     "image_unknown_format": {
         "a file of zeros": bytes(5000),
@@ -228,10 +228,10 @@ BROKEN = [
 
 
 _same, _grey, _cmyk, _bit = (_converted(mode) for mode in ("RGB", "L", "CMYK", "1"))
-_glass: Change = lambda picture: _faded(picture).convert("LA")  # noqa: E731
-_indexed: Change = lambda picture: picture.quantize(64)  # noqa: E731
+_glass = lambda picture: _faded(picture).convert("LA")  # noqa: E731
+_indexed = lambda picture: picture.quantize(64)  # noqa: E731
 # What is odd, the format, what is saved in it, the notes, what is shown, options of the format.
-_SAVED: list[tuple[str, str, Change, str, Change, dict[str, object]]] = [
+_SAVED = [
     ("progressive", "JPEG", _same, "", _same, {"progressive": True}),
     ("grey", "JPEG", _grey, "", _grey, {}),
     *((f"a {form}", form, _same, "", _same, {}) for form in ("BMP", "WEBP", "TIFF")),

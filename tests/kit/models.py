@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +58,7 @@ IMAGE = {"image_size": 32, "patch_size": 8}
 BERT = {**TOWER, "vocab_size": VOCABULARY}
 
 
-VISION: dict[str, PreTrainedConfig] = {
+VISION = {
     name: AutoConfig.for_model(kind, **values)
     for name, kind, values in (
         ("vit", "vit", TOWER | IMAGE),
@@ -75,7 +74,7 @@ VISION: dict[str, PreTrainedConfig] = {
         ("clip", "clip_vision_model", TOWER | IMAGE),
     )
 }  # fmt: skip
-TEXT: dict[str, PreTrainedConfig] = {
+TEXT = {
     name: AutoConfig.for_model(kind, **values)
     for name, kind, values in (
         ("bert", "bert", BERT),
@@ -154,7 +153,7 @@ def outputs(
 LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 WAVES = {**LAYERS, "conv_dim": [8, 8], "conv_stride": [5, 4], "conv_kernel": [10, 8], "num_feat_extract_layers": 2,
          "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}  # fmt: skip
-TOWERS: dict[str, dict[str, Any]] = {
+TOWERS = {
     "videomae": {**LAYERS, "image_size": 16, "patch_size": 8, "num_frames": 8, "tubelet_size": 2},
     "timesformer": {**LAYERS, "image_size": 16, "patch_size": 8, "num_frames": 8},
     "vivit": {**LAYERS, "image_size": 16, "num_frames": 8, "tubelet_size": [2, 8, 8]},

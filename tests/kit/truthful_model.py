@@ -16,7 +16,7 @@ from mm_utils.data.batches.dataset import Collator
 from mm_utils.evaluation.embeddings import Embeddings
 
 CPU = torch.device("cpu")
-ACCELERATOR: Any = SimpleNamespace(device=CPU, is_main_process=False, autocast=nullcontext)
+ACCELERATOR = SimpleNamespace(device=CPU, is_main_process=False, autocast=nullcontext)
 
 
 def split_of(image: Tensor, text: Tensor, owner: list[int]) -> Embeddings:

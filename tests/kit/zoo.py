@@ -227,7 +227,7 @@ _OPEN = Row('{image},"{caption},train', "malformed_row")
 _MARK = b"\xef\xbb\xbf"
 _HEADER = b"image,caption,split"  # a byte order mark, as Windows writes it
 # Name, file, rows, the good row behind each, the file's first bytes, and a last line that is still being written.
-TABLES: list[tuple[str, str, list[Row], str | None, bytes, Row | None]] = [
+TABLES = [
     ("lines", "pairs.jsonl", _LINES, line(), _MARK, Row('{"image": "{image}", "caption": "{capti', "malformed_row")),
     ("captions", "pairs.jsonl", _CAPTIONS, line(), b"", None),
     ("ids", "pairs.jsonl", _IDS, line(id="number {number}"), b"", None),
@@ -446,7 +446,7 @@ def _classes(corpus: Corpus) -> None:
 
 
 # -- annotations --------------------------------------------------------------------------------------------------------
-_COCO: list[tuple[str, list[str | None], dict[str, Any]]] = [  # reason, captions, what is changed
+_COCO = [  # reason, captions, what is changed
     ("", [_CAPTION, "once more"], {}),
     ("unmatched_image", [], {}),
     ("image_missing", ["a dog"], {"file_name": "none.png"}),
@@ -458,13 +458,13 @@ _COCO: list[tuple[str, list[str | None], dict[str, Any]]] = [  # reason, caption
     ("not_an_object", [], {}),
     ("", [_CAPTION], {}),
 ]
-_ANNOTATIONS: list[tuple[str, Any]] = [
+_ANNOTATIONS = [
     ("unmatched_caption", {"image_id": "none", "caption": "a dog"}),
     ("missing_column", {"image_id": "first"}),
     ("missing_column", {"caption": "a dog"}),
     ("not_an_object", None),
 ]
-_KARPATHY: list[tuple[str, dict[str, Any]]] = [
+_KARPATHY = [
     ("", {"split": "restval"}),
     ("unmatched_image", {"sentences": []}),
     ("missing_column", {"sentences": [{"tokens": ["a", "dog"]}]}),
@@ -519,8 +519,8 @@ _IMAGE = _Member("{key}.png")
 _TEXT = _Member("{key}.txt", b"{caption}")
 _LINK = {"linkname": "/etc/passwd"}
 _HEADERS = [(tarfile.SYMTYPE, _LINK), (tarfile.LNKTYPE, _LINK), (tarfile.CHRTYPE, {}), (tarfile.FIFOTYPE, {})]
-_PLAIN: tuple[str, list[_Member]] = ("", [_TEXT, _IMAGE])
-_SAMPLES: list[tuple[str, list[_Member]]] = [
+_PLAIN = ("", [_TEXT, _IMAGE])
+_SAMPLES = [
     ("incomplete_sample", [_TEXT]),
     ("incomplete_sample", [_IMAGE]),
     ("repeated_member", [_IMAGE, _IMAGE, _TEXT]),
@@ -573,7 +573,7 @@ def _shards(corpus: Corpus) -> None:
 
 
 # -- cells that hold images ---------------------------------------------------------------------------------------------
-_CELLS: list[tuple[str, Any, list[str | None] | None]] = [
+_CELLS = [
     ("image_empty", lambda _: None, [_CAPTION]),
     ("no_image", lambda _: b"<html>404</html>", [_CAPTION]),
     ("image_truncated", lambda picture: png(picture)[:500], [_CAPTION]),

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -85,7 +84,7 @@ def test_parameters_without_a_gradient_are_frozen_and_no_others() -> None:
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained()
 
 
-DROPOUT: dict[str, dict[str, Any]] = {
+DROPOUT = {
     "vit": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2},
     "beit": {"drop_path_rate": 0.3, "attention_probs_dropout_prob": 0.2},
     "data2vec-vision": {"attention_probs_dropout_prob": 0.4},  # reads its config in every forward

@@ -68,7 +68,7 @@ from tests.kit.stock_folders import chinese_tokenizer, noise, write_clap, write_
 
 MEAN = [0.1, 0.2, 0.3]
 STD = [0.9, 0.8, 0.7]
-NO_TOKENIZER: Any = None
+NO_TOKENIZER = None
 
 
 CAPTIONS = [
@@ -355,7 +355,7 @@ def words_beyond(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+WRONG = {
     "text_projection": (without("text_projection"), "lacks 1 weights .*text_projection.weight"),
     "text tower": (without("text_model.encoder"), r"lacks \d+ weights .*text_model.encoder"),
     "head": (without("fusion."), r"lacks \d+ weights .*fusion"),

@@ -137,7 +137,7 @@ def pretrain(flags: list[str], workers: int, act: Act, before: Callable[[], Any]
 
 STOPPED = "Stopped by a signal after step 2. Resume: "
 AFTER = "Stopped by a signal, after the last step of a stage. Resume: "
-WAYS: dict[str, tuple[Act, int, str]] = {
+WAYS = {
     "bug": (Act("on_step_end", partial(raises, KeyError("a bug"))), 1, "KeyError: 'a bug'"),
     "mistake": (Act("on_evaluate", partial(raises, ValueError("a mistake"))), 1, "in raises"),
     "refusal": (Act("on_train_begin", partial(raises, RunError("a is b; c."))), 1, "ERROR a is b; c."),

@@ -225,7 +225,7 @@ STATE = "train/state.json"
 NAMES = "dataset_dict.json"
 REPORT = "report.json"
 SHARD = "train/data-00000-of-00001.arrow"
-DAMAGED: dict[str, tuple[str, str | None]] = {
+DAMAGED = {
     **{f"{name} is {text!r}": (name, text) for name in (STATE, NAMES) for text in ("", "[]", "\udcff")},
     "an empty report": (REPORT, ""),
     "a nested state": (STATE, "[" * 100_000),

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -198,7 +197,7 @@ def _rows(folder: Path) -> Path:
     return next(folder.glob("rows-*.arrow"))
 
 
-DAMAGES: dict[str, Callable[[Path], Any]] = {
+DAMAGES = {
     "rows cut": lambda folder: _cut(_rows(folder), 9999),
     "rows gone": lambda folder: _rows(folder).unlink(),
     "a bit of a row": _flip,

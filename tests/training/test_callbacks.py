@@ -94,7 +94,7 @@ def at(*losses: float, **figures: float) -> list[dict[str, float]]:
 
 
 SCHEDULE = {"batch_size_schedule": "0:16,60:256"}
-LOGS: dict[str, tuple[list[dict[str, float]], dict[str, Any], list[str]]] = {
+LOGS = {
     # what is logged, by a run with these arguments, and the warnings
     "chance, once": ([STUCK] * 25, {}, ["^contrastive_loss is 4.16 over steps 30 to 70; chance is 4.16, so all pairs look alike"]),
     "a line below chance": (at(CHANCE, CHANCE, 4.0, CHANCE, CHANCE, CHANCE), {}, []),

@@ -129,7 +129,7 @@ def other_rows(count: int = 12, broken: Sequence[int] = (2, 7), length: int = 16
     return tokenize_captions(rows_of(count, broken), new_tokenizer(), length)
 
 
-MODELS: dict[str, tuple[Callable[[Objective], Any], bool, bool]] = {
+MODELS = {
     "vision weight": (lambda objective: change_last_weight(objective.model.vision_model), True, False),
     "text weight": (lambda objective: change_last_weight(objective.model.text_model), False, True),
     "vision pooling": (set_config("vision_pooling", "mean"), True, False),
@@ -137,7 +137,7 @@ MODELS: dict[str, tuple[Callable[[Objective], Any], bool, bool]] = {
     "taps": (tap, True, False),
     "objective": (lambda objective: setattr(objective, "pairs_per_image", 0), True, True),
 }
-OTHERS: dict[str, tuple[dict[str, Any], Callable[[], Dataset] | None, bool, bool]] = {
+OTHERS = {
     "workers": ({"num_workers": 2}, None, False, False),
     "image size": ({"size": 32}, None, True, False),
     "mean": ({"mean": 0.25}, None, True, False),

@@ -64,8 +64,8 @@ def saved(folder: Path) -> dict[str, Any]:
     return found
 
 
-BEST_EARLY: Recalls = {2: (0.9, 0.9), 4: (0.5, 0.5), 5: (0.4, 0.4), 6: (0.8, 0.85), 8: (0.8, 0.95), 10: (0.8, 0.9)}
-COSTLY: Recalls = BEST_EARLY | {8: (0.7, 0.86), 10: (0.6, 0.8)}
+BEST_EARLY = {2: (0.9, 0.9), 4: (0.5, 0.5), 5: (0.4, 0.4), 6: (0.8, 0.85), 8: (0.8, 0.95), 10: (0.8, 0.9)}
+COSTLY = BEST_EARLY | {8: (0.7, 0.86), 10: (0.6, 0.8)}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_each_stage_is_judged_by_what_it_trains(
         assert torch.equal(value, of[head if name.startswith(HEAD) else projections or head][name])
 
 
-STOPS: Recalls = {2: (0.9, 0.9), 4: (0.8, 0.8), 6: (0.9, 0.5), 8: (0.9, 0.4), 10: (0.9, 0.9)}
+STOPS = {2: (0.9, 0.9), 4: (0.8, 0.8), 6: (0.9, 0.5), 8: (0.9, 0.4), 10: (0.9, 0.9)}
 
 
 def test_early_stopping_ends_the_stages_one_by_one(tmp_path: Path) -> None:

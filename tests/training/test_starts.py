@@ -395,7 +395,7 @@ def test_a_whole_model_between_frozen_towers_keeps_what_it_knew(
 # -- class names ---------------------------------------------------------------------------------------------------------
 NAMES = {0: "tench, Tinca tinca", 1: "great white shark", 2: "cock"}
 SMALL = TOWER | IMAGE
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
     "vit": SMALL,
     "dinov2": SMALL,

@@ -27,7 +27,7 @@ class HostReads(TorchDispatchMode):
     def __enter__(self) -> "HostReads":
         tolist = self._tolist = torch.Tensor.tolist
 
-        def counted(tensor: torch.Tensor) -> Any:  # of a CPU's tensor, it is not an operation
+        def counted(tensor):  # of a CPU's tensor, it is not an operation
             self._count()
             return tolist(tensor)
 

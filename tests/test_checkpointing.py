@@ -86,12 +86,12 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_before_older_ones_go(
     fsync = os.fsync
     rename = Path.rename
 
-    def noted_fsync(handle: int) -> None:
+    def noted_fsync(handle):
         path = os.readlink(f"/proc/self/fd/{handle}")
         events.append(("fsync", path, os.path.getsize(path) if os.path.isfile(path) else 0))
         fsync(handle)
 
-    def noted_rename(path: Path, target: Path) -> Path:
+    def noted_rename(path, target):
         events.append(("rename", str(path), 0))
         return rename(path, target)
 
@@ -223,7 +223,7 @@ def test_checkpoints_after_the_resumed_step_are_set_aside(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_stays_until_callbacks_which_push_it_were_told(tmp_path: Path) -> None:
-    def write(folder: Path) -> None:
+    def write(folder):
         (folder / STATE_FILE).write_text("{}")
 
     writer = CheckpointWriter(tmp_path, 1)

@@ -173,7 +173,7 @@ def hangs_here(file: str) -> None:
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
     distributed.world_size = lambda: 2
 
-    def trains_here() -> None:
+    def trains_here():
         with HangDetection(0.2) as detection:
             detection._phase = "data"
             time.sleep(60)

@@ -54,7 +54,7 @@ def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 def test_an_atomic_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "one"
 
-    def write(text: str, flag: str | None = None) -> None:
+    def write(text, flag=None):
         with atomic_folder(folder, flag) as work:
             (work / "part").write_text(text)
             assert text == "late" or not folder.exists()
@@ -142,12 +142,12 @@ def test_what_others_put_beside_a_result_is_no_part_of_it(own_cache: Path) -> No
 
 
 def test_of_several_processes_one_works_and_a_killed_one_holds_nobody_up(own_cache: Path, tmp_path: Path) -> None:
-    def slowly(folder: Path) -> None:
+    def slowly(folder):
         (tmp_path / f"made by {os.getpid()}").touch()
         make(folder)
         time.sleep(0.3 if (tmp_path / "killed").exists() else 60)
 
-    def child() -> int:
+    def child():
         if not (number := os.fork()):
             signal.alarm(120)
             try:

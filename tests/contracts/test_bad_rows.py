@@ -214,7 +214,7 @@ def test_a_folder_that_is_a_link_or_cannot_be_listed_is_a_bad_row(
 
 
 def closed(scandir: Callable[..., Any]) -> Callable[..., Any]:
-    def refuse(place: Any = ".") -> Any:
+    def refuse(place="."):
         if os.fspath(place).rstrip("/").endswith("dog"):
             raise PermissionError(13, "Permission denied", str(place))
         return scandir(place)

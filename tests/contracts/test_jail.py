@@ -99,7 +99,7 @@ def test_a_file_is_read_within_limits_and_again_after_errors_that_pass(
     real = os.open
     calls = []
 
-    def flaky(path: str, *args: int) -> int:
+    def flaky(path, *args):
         calls.append(path)
         if len(calls) < 3:
             raise OSError(116, "Stale file handle")
@@ -213,7 +213,7 @@ def test_a_set_of_the_hub_has_files_of_its_own_alone(file: str, monkeypatch: pyt
 def test_files_of_the_folder_are_read_and_others_when_that_is_asked_for(private: Path, tmp_path: Path) -> None:
     """By relative and absolute paths, in Parquet without bytes, and with bytes beside paths elsewhere."""
 
-    def count(folder: Path, **flags: Any) -> int:
+    def count(folder, **flags):
         return sum(map(len, load_pairs(DataArguments(dataset_name=str(folder), **flags)).values()))
 
     write_card(private)  # which is not read

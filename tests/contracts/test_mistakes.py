@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -76,7 +76,7 @@ NEEDED = {  # what a script asks for before it looks at numbers
 def test_every_number_has_a_least_and_a_most(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuses(*kinds: Any, **_: Any) -> None:
+    def refuses(*kinds, **_):
         hints = {field: hint for kind in kinds for field, hint in get_type_hints(kind).items()}
         fields = {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
         for flag, field in fields.items():

@@ -69,7 +69,7 @@ Made = Callable[[str], tuple[FusionDualEncoderModel, Batch]]
 def made(start: Callable[[str], str]) -> Made:
     """Return a small model of a family in evaluation mode, whose head counts, and a padded batch of four pairs."""
 
-    def make(family: str) -> tuple[FusionDualEncoderModel, Batch]:
+    def make(family):
         first, _, second = family.partition(" ")
         if family in PAIRS:
             model = build(first, second)
@@ -102,7 +102,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Return the folder of a stock model of a kind, as its authors save it."""
     root = tmp_path_factory.mktemp("stock")
 
-    def written(kind: str) -> str:
+    def written(kind):
         folder = root / kind
         if not folder.is_dir():
             write_clap(folder, fused=kind == "clap-fused") if "clap" in kind else write_stock(folder, kind)

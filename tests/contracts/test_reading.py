@@ -256,7 +256,7 @@ CLIPS = {
 def test_the_matrix_of_a_camera_turns() -> None:
     """Compared with the same movement of the corners of the plain frame."""
 
-    def shown(*matrix: int) -> np.ndarray:
+    def shown(*matrix):
         return np.asarray(next(read_frames(turned_video(*matrix), 4)).picture(), np.float32)
 
     plain = shown(1, 0, 0, 1)

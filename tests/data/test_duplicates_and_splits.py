@@ -104,7 +104,7 @@ def test_ids_that_count_rows_are_no_leak(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_a_small_set_has_a_fifth_for_validation_unless_a_share_is_given(tmp_path: Path) -> None:
-    def held_out(rows: list[dict[str, Any]], **flags: Any) -> int:
+    def held_out(rows, **flags):
         return len(decide(rows, tmp_path, **flags).rows.get("validation", ()))
 
     rows = [row(place) for place in range(40)]
@@ -170,7 +170,7 @@ def test_frames_of_a_film_in_two_splits_are_counted(kind: str, tmp_path: Path) -
 
 
 def test_rows_lost_to_equal_ids_count_and_what_is_left_is_said(tmp_path: Path) -> None:
-    def prepared(ids: list[Any], **values: Any) -> None:
+    def prepared(ids, **values):
         rows = [row(at, id=key, where=at, **values) for at, key in enumerate(ids)]
         ingested = Ingested(rows=Counter(a=len(rows)), sources={"a": Source("a")})
         check_kept(ingested, decide(rows, tmp_path), 0.05)

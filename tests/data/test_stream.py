@@ -360,7 +360,7 @@ def test_files_are_counted_by_what_lies_beside_them_and_again_when_they_change(
     files = fsspec.filesystem("memory")
     stats = b'{"successes": 12}'
 
-    def by_name(self: Any, path: str, version_id: None = None, start: int = 0, end: int | None = None) -> bytes:
+    def by_name(self, path, version_id=None, start=0, end=None):
         return self.open(path, "rb").read()[start:end] if version_id is None else pytest.fail("as s3fs has it")
 
     monkeypatch.setattr(type(files), "cat_file", by_name)
@@ -449,7 +449,7 @@ def test_a_lost_disk_stops_the_run_and_a_disk_error_is_waited_for(
     reader = ShardReader([Shard(str(path), 0, 3)], SOURCE)
     errors = [errno.EIO, errno.ESTALE, errno.EBUSY]
 
-    def faltering(url: str) -> Any:
+    def faltering(url):
         if errors:
             raise OSError(errors.pop(), "in a bad moment", url)
         return usual(url)

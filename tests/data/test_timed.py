@@ -294,7 +294,7 @@ def test_bad_media_are_set_aside_and_good_ones_are_kept(column: str, cases: Case
     wanted = {}
     kept = set()
 
-    def add(content: bytes, columns: dict[str, Any], reason: str, stays: bool) -> None:
+    def add(content, columns, reason, stays):
         number = len(rows)
         (tmp_path / f"media/{number}.bin").write_bytes(content)
         rows.append({"id": str(number), "caption": f"row {number}", column: f"media/{number}.bin", **columns})

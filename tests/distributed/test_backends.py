@@ -6,7 +6,7 @@ models: ACCELERATE_TORCH_DEVICE=cpu accelerate launch --config_file accelerate_c
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -171,12 +171,12 @@ def shared_faults() -> list[str]:
     for place, fault in enumerate(FAULTS):
         for at in (0, 1):
 
-            def fail(at: int = at, fault: Exception = fault) -> int:
+            def fail(at=at, fault=fault):
                 if distributed.rank() == at:
                     raise fault
                 return distributed.rank() + 7
 
-            def go_first(fail: Callable[[], int] = fail) -> int:
+            def go_first(fail=fail):
                 with distributed.first_then_others():
                     return fail()
 

@@ -151,7 +151,7 @@ def train(
     order = GlobalOrder(len(rows), args.batch_sizes, args.seed)
     watched = []
 
-    def batches(first: int, stop: int) -> Any:
+    def batches(first, stop):
         watched.append(Watched(loaders.train(rows, order, first, stop)))
         return watched[-1]
 

@@ -171,7 +171,7 @@ def test_no_figure_comes_of_embeddings_that_are_not_finite_or_zero(
     model = TruthfulModel.with_noise(3)
     right = getattr(model, side)
 
-    def damaged(*given: Any, **options: Any) -> tuple[Tensor, Any]:
+    def damaged(*given, **options):
         embeds, rest = right(*given, **options)
         return embeds * value, rest
 
@@ -316,7 +316,7 @@ def test_the_weights_are_the_likeliest() -> None:
 def test_a_fold_is_ranked_with_weights_that_did_not_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def note(directions: list[Listed]) -> list[float]:
+    def note(directions):
         seen.append({int(key) % 2 for one in directions for key in one.group_Q})
         return [float(len(seen))]
 

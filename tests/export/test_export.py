@@ -93,7 +93,7 @@ def test_any_number_of_images_texts_and_tokens(
     ids = torch.randint(5, 20, (texts, length), generator=draw)
     mask = (torch.arange(length) < (torch.arange(texts) % length + 1)[:, None]).long()
 
-    def run(part: str, **inputs: torch.Tensor) -> list[torch.Tensor]:
+    def run(part, **inputs):
         session = onnxruntime.InferenceSession(exported[0] / f"onnx/{part}.onnx")
         given = {each.name: inputs[each.name].numpy() for each in session.get_inputs()}
         return [torch.from_numpy(found) for found in session.run(None, given)]
@@ -195,7 +195,7 @@ FAILURES = {
 def test_a_failure_is_a_line_and_leaves_nothing(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     place, error, said = FAILURES[name]
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise RuntimeError("outer") from error
 
     monkeypatch.setattr(place, refuse)

@@ -102,7 +102,7 @@ class Striker:
         run = trainer.step.run
         start = trainer.writer.start
 
-        def noted_run(batch: dict[str, Any], number: int) -> Any:
+        def noted_run(batch, number):
             batch["pixel_values"] = batch["pixel_values"].to(trainer.model.dtype)
             self.batch = batch
             self("taken", number + 1)
@@ -110,15 +110,15 @@ class Striker:
             self._note("steps", step=number + 1, rows=batch["rows"].tolist())
             return report
 
-        def striking_start(number: int, snapshot: Any, keep: Any) -> None:
+        def striking_start(number, snapshot, keep):
             write = snapshot.write
             snapshot.write = lambda folder: (write(folder), self("writing", number))
             start(number, snapshot, keep)
 
-        def before(owner: Any, name: str, place: str, more: int = 1) -> None:
+        def before(owner, name, place, more=1):
             function = getattr(owner, name)
 
-            def struck(*args: Any, **kwargs: Any) -> Any:
+            def struck(*args, **kwargs):
                 self(place, trainer.state.global_step + more)
                 return function(*args, **kwargs)
 

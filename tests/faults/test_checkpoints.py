@@ -70,7 +70,7 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointWriter:
 def failing(error: Exception, times: int = 1000) -> Callable[[], None]:
     left = [error] * times
 
-    def fault() -> None:
+    def fault():
         if left:
             raise left.pop()
 
@@ -88,7 +88,7 @@ def test_the_loop_goes_on_while_a_slow_disk_is_written_to_and_two_saves_never_ov
     go_on = threading.Event()
     inside = [0, 0]
 
-    def write_slowly() -> None:
+    def write_slowly():
         inside[0] += 1
         inside[1] = max(inside)
         go_on.wait(30)
@@ -166,11 +166,11 @@ def killed_at(point: int, folder: Path) -> tuple[int, bool]:
     count = itertools.count(1)
     real = os.fsync
 
-    def strike() -> None:
+    def strike():
         if threading.current_thread().name == "checkpoint" and next(count) == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def fsync(handle: Any) -> None:
+    def fsync(handle):
         strike()
         real(handle)
 

@@ -81,7 +81,7 @@ def test_a_row_that_ends_its_worker_ends_the_run(
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
     usual = Pairs.__getitems__
 
-    def read(pairs: Pairs, draws: Any) -> Any:
+    def read(pairs, draws):
         if any(drawn == 5 for drawn, _ in draws):
             deed()
         return usual(pairs, draws)

@@ -217,7 +217,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """Uninterrupted runs with dropout, by the number of processes, to be met in every bit."""
     root = tmp_path_factory.mktemp("straight")
 
-    def run(world: int) -> Path:
+    def run(world):
         folder = root / str(world)
         if not folder.exists():
             assert start(world, TinyRun(folder)).statuses == [0] * world
@@ -298,7 +298,7 @@ def torchrun(folder: Path, port: int, name: str) -> subprocess.Popen[bytes]:
 def test_a_machine_joins_and_is_killed(exact: Path, tmp_path: Path) -> None:
     """Machines are two agents on the loopback interface; where one joins, no step is lost."""
 
-    def history() -> list[dict[str, Any]]:
+    def history():
         path = tmp_path / "run.notes/steps-0.jsonl"
         return read_lines(path) if path.exists() else []
 

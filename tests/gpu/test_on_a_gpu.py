@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available
 def on_gpu(batch: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
     """The batch on the GPU, floating-point values in `dtype`."""
 
-    def moved(value: Any) -> Any:
+    def moved(value):
         if not isinstance(value, torch.Tensor):
             return value
         return value.to(DEVICE, dtype if value.is_floating_point() else None)

@@ -151,7 +151,7 @@ def _faded(picture: Image.Image) -> Image.Image:
 
 
 def _on_white(change: Change) -> Change:
-    def shown(picture: Image.Image) -> Image.Image:
+    def shown(picture):
         layer = change(picture).convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
 

@@ -72,7 +72,7 @@ Build = Callable[[Path], None]
 def put(*names: str) -> Build:
     """Write files of these names: pictures, captions, tables and archives of one row each."""
 
-    def build(root: Path) -> None:
+    def build(root):
         for at, name in enumerate(names):
             path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -544,7 +544,7 @@ def _shards(corpus: Corpus) -> None:
     folder = corpus.add("shards", "data")
     folder.mkdir()
 
-    def add(archive: tarfile.TarFile, reason: str, members: list[_Member], key: Any = None) -> int:
+    def add(archive, reason, members, key=None):
         number, picture, caption = corpus.new()
         key = number if key is None else key
         for member in members:

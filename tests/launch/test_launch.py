@@ -200,7 +200,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
     started = []
     (tmp_path / "bin").mkdir()
 
-    def submit(*arguments: str, torchrun: str) -> Any:
+    def submit(*arguments, torchrun):
         for name, text in {**STAND_INS, "torchrun": torchrun}.items():
             path = tmp_path / "bin" / name
             path.write_text(f"#!/bin/bash\n{text}\n")

@@ -172,7 +172,7 @@ def main() -> None:
     machines = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     second = machines.add_node(**small)
 
-    def disturb() -> None:
+    def disturb():
         while not (folder / "checkpoint-4").is_dir():
             time.sleep(0.2)
         for infos in second.all_processes.values():

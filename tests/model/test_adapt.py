@@ -68,7 +68,7 @@ def test_parameters_without_a_gradient_are_frozen_and_no_others() -> None:
     towers = (AutoModel.from_config(config) for config in (dinov2, BertConfig(**TOWER, vocab_size=100)))
     model = join_backbones(*towers).train()
 
-    def trained() -> set[str]:
+    def trained():
         return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     before = trained()
@@ -125,7 +125,7 @@ def test_masks_follow_the_row_and_the_step_and_not_the_batch() -> None:
     layer = RowDropout(0.4)
     values = torch.arange(1.0, 1 + 6 * 20 * 4, 4).view(6, 20)
 
-    def drawn(keys: torch.Tensor | None, rows: slice = slice(None)) -> torch.Tensor:
+    def drawn(keys, rows=slice(None)):
         set_row_keys(layer, None if keys is None else keys[rows])
         return layer(values[rows])
 

@@ -332,7 +332,7 @@ def edited(folder: Path, name: str, **entries: Any) -> None:
 
 
 def without(start: str) -> Callable[[Path], None]:
-    def remove(folder: Path) -> None:
+    def remove(folder):
         weights = load_file(folder / "model.safetensors")
         kept = {name: value for name, value in weights.items() if not name.startswith(start)}
         save_file(kept, folder / "model.safetensors", {"format": "pt"})
@@ -341,7 +341,7 @@ def without(start: str) -> Callable[[Path], None]:
 
 
 def filled(start: str, value: float) -> Callable[[Path], None]:
-    def fill(folder: Path) -> None:
+    def fill(folder):
         weights = load_file(folder / "model.safetensors")
         changed = {name: each.fill_(value) if name.startswith(start) else each for name, each in weights.items()}
         save_file(changed, folder / "model.safetensors", {"format": "pt"})

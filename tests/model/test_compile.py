@@ -1,7 +1,5 @@
 """Compiled layers, and attention over short sequences."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -69,12 +67,12 @@ def test_short_attention_is_attention(length: int, kind: str) -> None:
     if kind == "masked":
         mask = (torch.arange(length) < torch.tensor([29, 11, 3])[:, None])[:, None, None].to(DEVICE)
 
-    def results(of: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    def results(of, dtype):
         *inputs, grad = [each.to(dtype).requires_grad_() for each in given]
         out = of(*inputs)
         return [out, *torch.autograd.grad(out, inputs, grad)]
 
-    def plain(*inputs: torch.Tensor) -> torch.Tensor:
+    def plain(*inputs):
         query, key, value = [each.transpose(1, 2) for each in inputs]
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=kind == "causal").transpose(1, 2)
 

@@ -283,7 +283,7 @@ def test_no_activation_outlives_its_part():
     objective = tiny_objective("contrastive")
     sizes = []
 
-    def note(module: nn.Module, given: Any, out: Any) -> None:
+    def note(module, given, out):
         if torch.is_grad_enabled():
             sizes.append(len(out.last_hidden_state))
 
@@ -357,7 +357,7 @@ def test_a_step_that_never_fits_names_the_remedy(size, message):
 
 def test_an_own_objective_that_computes_a_step_as_a_whole_says_what_parts_need():
     class Own(Objective):
-        def forward(self, batch: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
+        def forward(self, batch, step):
             return {"loss": self.model.logit_scale.exp()}
 
     own = Own(tiny_objective("contrastive").model)

@@ -53,7 +53,7 @@ def test_the_figures_are_those_of_a_real_run_and_nothing_is_left_behind(tiny_fla
 def test_each_stage_is_tried_and_only_the_rows_of_the_run_count(tiny_flags, tmp_path, monkeypatch):
     taken = []
 
-    def seconds(probe: dry_run._Probe, stage: int) -> float:
+    def seconds(probe, stage):
         taken[:] = map(len, probe.stages)
         return (1000.0, 3000.0)[stage]  # beside which the loader takes no time
 

@@ -71,7 +71,7 @@ def in_worker(deed: Callable[[], Any], then: Callable[[], Any] = bool) -> None:
     """Do something in the workers that begin after this."""
     usual = Pairs.__getitems__
 
-    def read(pairs: Pairs, draws: Any) -> Any:
+    def read(pairs, draws):
         if torch.utils.data.get_worker_info() is not None:
             deed()
         return usual(pairs, draws)
@@ -186,7 +186,7 @@ def prepare(words: list[str], number: int) -> None:
     """Ctrl-C on a terminal while the processes work, or SIGTERM to the script alone."""
     ingest.ingest = sleep  # type: ignore[assignment]
 
-    def interrupt() -> None:
+    def interrupt():
         print("it begins", time.time(), file=sys.stderr)
         os.killpg(0, number) if number == signal.SIGINT else os.kill(os.getpid(), number)
 

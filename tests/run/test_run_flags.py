@@ -193,8 +193,8 @@ def test_a_disk_or_memory_that_refuses_is_explained_in_one_line(error: Exception
 
 
 def test_a_script_ends_with_one_line_or_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    def raising(error: BaseException) -> Any:
-        def main() -> None:
+    def raising(error):
+        def main():
             raise error
 
         return main

@@ -194,7 +194,7 @@ def test_the_checkpoint_that_a_restart_resumes(tmp_path: Path, monkeypatch: pyte
     launch = launched(monkeypatch, "a")
     there = "there/checkpoint-4"
 
-    def resumed(given: str | None) -> str | None:
+    def resumed(given):
         args = TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint=given)
         return output_folder.claim_folder("pretrain", args, {}, launch)[1]
 
@@ -235,7 +235,7 @@ def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path, chil
 def test_a_run_that_was_done_meanwhile_is_not_replaced(tmp_path: Path, children: list[int]) -> None:
     """Two starts at once: the second waits for the lock of the first, and looks into the folder again."""
 
-    def hold(report: Callable[[str], Any]) -> None:
+    def hold(report):
         report(output_folder.lock_folder(tmp_path, 0) or "locked")
         time.sleep(0.5)
         (tmp_path / "metrics.jsonl").write_text("{}")
@@ -248,7 +248,7 @@ def test_a_run_that_was_done_meanwhile_is_not_replaced(tmp_path: Path, children:
 
 
 def test_the_workers_of_a_killed_run_do_not_keep_its_lock(tmp_path: Path, children: list[int]) -> None:
-    def run(report: Callable[[str], Any]) -> None:
+    def run(report):
         output_folder.lock_folder(tmp_path, 0)
         worker = os.fork()
         if worker == 0:

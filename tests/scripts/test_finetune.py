@@ -5,10 +5,8 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from mm_utils.files import SUMS_FILE
@@ -128,7 +126,7 @@ def test_frozen_towers_run_once_and_what_is_learnt_is_the_same(
     shown = []
     run = FusionDualEncoderModel.vision_features
 
-    def noted(self: FusionDualEncoderModel, pixels: Tensor, with_taps: bool = True) -> Any:
+    def noted(self, pixels, with_taps=True):
         shown.append(len(pixels))
         return run(self, pixels, with_taps)
 

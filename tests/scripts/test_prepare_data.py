@@ -109,7 +109,7 @@ def test_the_result_is_the_same_each_time(flags: list[str]) -> None:
 def test_a_table_that_grows_is_prepared_over_its_set_and_known_images_keep_their_splits(
     flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def splits() -> dict[str, str]:
+    def splits():
         return {row["id"]: name for name, rows in load_from_disk(flags[3]).items() for row in rows}
 
     main([*flags, "--overwrite", "--test_fraction", "0.2"])  # the first time there is none
@@ -165,7 +165,7 @@ def test_a_set_that_is_opened_while_it_is_overwritten_is_the_old_one_or_the_new_
             state.read_text().replace(shard, "renamed.arrow").replace('"_fingerprint": "', '"_fingerprint": "other')
         )
 
-    def overwrite() -> None:
+    def overwrite():
         for number in range(200):
             replace_folder(shutil.copytree(sources[number % 2], tmp_path / "new"), output)
         ends.set()

@@ -71,7 +71,7 @@ def served(searcher: Any) -> Iterator[Served]:
 def bomb(side: int) -> bytes:
     """A PNG of white pixels: a few kB that decode to a gigabyte."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def chunk(kind, data):
         return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
 
     header = chunk(b"IHDR", side.to_bytes(4, "big") * 2 + bytes([8, 2, 0, 0, 0]))

@@ -145,7 +145,7 @@ def test_killed_at_any_write_an_index_has_its_old_rows_or_the_new(model: Path, t
 
 
 def _kill_at_write(countdown: int) -> None:
-    def hook(event: str, args: tuple) -> None:
+    def hook(event, args):
         nonlocal countdown
         writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
         if writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir"):
@@ -162,7 +162,7 @@ def test_a_reader_beside_updates_sees_whole_rows(index: Path, tmp_path: Path) ->
     table = rows.data.table
     ended = threading.Event()
 
-    def write() -> None:
+    def write():
         while not ended.wait(0.02):
             write_index(tmp_path / "index", info, [table], [])
 
@@ -222,7 +222,7 @@ def test_the_old_rows_stay_where_the_disk_is_full(index: Path, model: Path, phot
     shutil.copytree(photos, tmp_path / "photos")
     write_photos(tmp_path / "photos", range(30, 32))
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def refuse(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     for module, name in ((updating, "write_part"), (pa.ipc, "new_stream"), (index_folder, "write_atomic")):
@@ -273,7 +273,7 @@ def test_a_pair_keeps_its_id_and_its_embedding_where_its_split_changes(model: Pa
     write_photos(tmp_path / "photos", range(6))
     images = folder_listing(str(tmp_path / "photos")).rows
 
-    def run(**ids: str) -> tuple[int, dict[str, str]]:
+    def run(**ids):
         places = iter(range(6))
         splits = {}
         for split, names in ids.items():
@@ -320,7 +320,7 @@ def test_stored_bytes_are_compared_by_content_and_captions_are_kept_up_to_date(
 ) -> None:
     """Rows with other captions, or with captions that another text side has embedded, are embedded anew."""
 
-    def listing(count: int, seed: int, caption: str) -> Listing:
+    def listing(count, seed, caption):
         write_photos(tmp_path / "photos", range(count))
         write_photos(tmp_path / "photos", range(1), seed)
         files = [tmp_path / f"photos/{number % 2}/{number:03d}.png" for number in range(count)]

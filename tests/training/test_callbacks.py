@@ -43,7 +43,7 @@ def test_chance_is_the_loss_of_embeddings_that_are_all_alike(pairs: int) -> None
 def test_the_log_says_how_busy_the_gpu_is(
     device: str, use: int | None, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def utilization(_: Any) -> int:
+    def utilization(_):
         if use is None:
             raise ModuleNotFoundError("pynvml does not seem to be installed or it can't be imported.")
         return use
@@ -156,7 +156,7 @@ def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     installed = [SimpleNamespace(value=name) for name in ("wandb", "tensorboard")]
     monkeypatch.setattr(trackers, "get_available_trackers", lambda: installed)
 
-    def run(**settings: Any) -> None:
+    def run(**settings):
         tracking = Tracking("wandb,tensorboard", "pretrain", tmp_path, settings)
         for step in range(1, 4):
             logs = {"step": step, "loss": 0.5, "eval_mean_recall": 0.25}

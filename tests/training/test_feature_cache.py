@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import Tensor
 
 from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.sizes import BatchSizes
@@ -100,7 +99,7 @@ def test_a_tower_that_gives_no_numbers_is_refused(
 ) -> None:
     run = FusionDualEncoderModel.vision_features
 
-    def loud(self: FusionDualEncoderModel, pixels: Tensor, with_taps: bool = True) -> tuple:
+    def loud(self, pixels, with_taps=True):
         pooled, taps = run(self, pixels, with_taps)
         return pooled / 0, taps
 
@@ -161,7 +160,7 @@ def test_a_store_is_for_one_model_one_preprocessing_one_data_set_and_one_precisi
         again = cached(rows, second, eval_batch_size=3)
     assert again.with_format("arrow")[:].equals(first.with_format("arrow")[:])
 
-    def check(name: str, expected: int, objective: Objective, given: Dataset = rows, **options: Any) -> None:
+    def check(name, expected, objective, given=rows, **options):
         before = stores(own_cache)
         cached(given, objective, **options)
         assert len(stores(own_cache) - before) == expected, name
@@ -200,7 +199,7 @@ def test_a_run_between_frozen_towers_runs_each_tower_once(
     for name in ("vision_features", "text_features"):
         run = getattr(FusionDualEncoderModel, name)
 
-        def noted(self: Any, first: Tensor, *args: Any, name: str = name, run: Any = run, **kwargs: Any) -> Any:
+        def noted(self, first, *args, name=name, run=run, **kwargs):
             rows[name] = rows.get(name, 0) + (len(first) if len(first) > 2 else 0)  # one or two are blanks, for shapes
             return run(self, first, *args, **kwargs)
 

@@ -188,7 +188,7 @@ def trainer_of(run: TinyRun, poison: dict[int, float]) -> Trainer:
     trainer = build(run, [])
     backward = trainer.step._backward
 
-    def poisoned(batch: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
+    def poisoned(batch, step):
         report = backward(batch, step)
         for parameter in trainer.model.parameters():
             if parameter.grad is not None and step in poison:
@@ -226,7 +226,7 @@ def test_steps_that_are_not_finite_are_counted_over_the_run(tmp_path: Path, monk
     usual = TrainStep._backward
     counts = []
 
-    def poisoned(self: TrainStep, batch: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
+    def poisoned(self, batch, step):
         report = usual(self, batch, step)
         if step in (1, 6):
             report["loss"] = report["contrastive_loss"] = torch.tensor(math.nan)
@@ -267,7 +267,7 @@ def test_with_a_loss_scaler_only_a_finite_step_moves_the_weights(tmp_path: Path)
     backward = step._backward
     scales = []
 
-    def losing(batch: dict[str, Any], number: int) -> dict[str, torch.Tensor]:
+    def losing(batch, number):
         report = backward(batch, number)
         scales.append(scaler.get_scale())
         return report | {"loss": report["loss"] * (math.nan if number == 4 else 1.0)}
@@ -284,7 +284,7 @@ def test_the_gradient_that_moves_the_weights_is_clipped(tmp_path: Path, monkeypa
     step.optimizer_args.max_grad_norm = 1e-3
     norms = []
 
-    def note(*_: Any) -> None:
+    def note(*_):
         gradients = [weight.grad for weight in trainer.model.parameters() if weight.grad is not None]
         norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 

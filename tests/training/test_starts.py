@@ -236,7 +236,7 @@ def pairs(images: int = 60, captions: int = 1, noise: float = 0.3, seed: int = 0
     latent = torch.randn(images, 4, generator=draw)
     owner = torch.arange(images).repeat_interleave(captions)
 
-    def side(channels: int, rows: Tensor) -> Tensor:
+    def side(channels, rows):
         mixing = torch.randn(4, channels, generator=draw)
         others = torch.randn(len(rows), channels, generator=draw)
         return rows @ mixing + noise * others + torch.linspace(1, 3, channels)

@@ -132,7 +132,6 @@ class Made:
         return self.folder / "shards"
 
 
-Make = Callable[[Made], Path]
 ALL = ("image", "sound", "clip")
 STILL = ("image",)
 WITH_COLUMNS = ("jsonl", "json", "csv", "tsv", "parquet", "datasets", "sqlite")

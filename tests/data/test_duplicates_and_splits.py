@@ -152,7 +152,7 @@ def flipped(print_: bytes, bit: int) -> bytes:
     return bytes([print_[0] ^ 1 << bit]) + print_[1:]
 
 
-FRAMES: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {
+FRAMES = {
     "frames": (lambda at: {"id": f"{at // 20}/p{at}.jpg", "fingerprint": flipped(PRINTS[at // 10], at % 8)}, True),
     "photographs": (lambda at: {"id": f"IMG_{at:04}.jpg", "captions": [f"scene {at}"]}, False),
     "classes": (lambda at: {"id": f"{at // 10}/{at}.jpg", "captions": [f"class {at // 10}"]}, False),

@@ -9,13 +9,17 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from mm_utils.plots import RetrievalExample, _draw_lines, draw_retrieval, new_figure, plot_training
-from mm_utils.reports.model_card import CardInfo, encoders, search_code, write_model_card
+from mm_utils.reports.model_card import CardInfo, encoder, search_code, write_model_card
+
+
+def towers(name: str, medium: str = "image") -> str:
+    return f"{encoder(medium, name, False)} and {encoder('text', name, True)}"
 
 
 def card(**changes: object) -> CardInfo:
     values = {
         "name": "tiny-retriever",
-        "about": encoders(["google/vit", "bert-base-uncased"], [False, True], "image"),
+        "about": towers("google/vit"),
         "usage": search_code("me/tiny-retriever", "image", True, "VisionTextDualEncoderModel", "a dog"),
         "medium": "image",
         "dataset_name": "me/pairs",
@@ -44,7 +48,7 @@ def card(**changes: object) -> CardInfo:
     ],
 )
 def test_card_speaks_of_its_medium(medium: str, column: str, call: str, tmp_path: Path) -> None:
-    about = encoders(["a", "b"], [False, False], medium)
+    about = towers("a", medium)
     usage = search_code("m", medium, False, "", 'a "dog"')
     path = write_model_card(
         tmp_path, card(medium=medium, about=about, usage=usage, tags=(f"{column}-text-retrieval",))
@@ -65,7 +69,7 @@ def test_card_shows_any_text_literally(tmp_path: Path) -> None:
     texts = ["name", "dataset_name", "dataset_fingerprint"]
     given = dict.fromkeys(texts, hostile) | {"environment": {"hardware": hostile}}
     given |= {
-        "about": encoders([hostile, hostile], [False, False], "image"),
+        "about": towers(hostile),
         "usage": search_code(hostile, "image", True, "", hostile),
     }
     given |= {"dataset_rows": {hostile: 3}, "metrics": {hostile: 0.5}, "base_models": [hostile]}

@@ -42,9 +42,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoint_folders(output_dir: Path) -> list[Path]:
-    """Return the run's folders that are named like a checkpoint, oldest step first."""
+    """Return the run's folders that are named like a checkpoint, oldest step first; of one stated step, by their names."""
     named = (path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
-    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
+    folders = (path for path in named if path.is_dir() and not path.is_symlink())
+    return sorted(folders, key=lambda path: (step_of(path), int(path.name.rpartition("-")[2])))
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------

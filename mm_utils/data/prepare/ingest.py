@@ -41,7 +41,7 @@ from mm_utils.data.prepare.timed import store_medium, stored_moments, stored_reg
 from mm_utils.data.rows.columns import NEGATIVES, is_null, texts_of
 from mm_utils.data.rows.detect import detect, read_rows
 from mm_utils.data.rows.records import BadRow, FileImage, ImageRef, Record, Records
-from mm_utils.data.rows.source import Source
+from mm_utils.data.rows.source import PathArguments, Source
 from mm_utils.files import write_atomic
 from mm_utils.model.reading import MOST_PIXELS
 from mm_utils.stored import stamp, version_of
@@ -188,8 +188,9 @@ def ingest_sources(sources: list[Source], plan: IngestPlan, work: Path) -> Inges
     return found
 
 
-def rows_of(source: Source) -> Records:
-    """Yield the rows of a source; raises a ValueError also if a file of it cannot be read."""
+def rows_of(source: Source, paths: PathArguments | None = None) -> Records:
+    """Yield the rows of a source, by its own flags of paths or by these; raises a ValueError also if a file of it cannot be read."""
+    source = replace(source, paths=paths or source.paths)
     with _reading(source):
         yield from read_rows(source)
 

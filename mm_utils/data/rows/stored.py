@@ -102,15 +102,21 @@ def check_image_files(rows: Dataset, title: str, jail: Jail) -> None:
 def _open_whole(folder: Path, jail: Jail) -> DatasetDict:
     """Open a folder of `save_to_disk`; once more where another took its place meanwhile, so that no split is of another preparation."""
     while True:
-        opened = folder.stat()
+        opened = _identity(folder)
         try:
             splits = _open_saved(folder, jail)
         except (Fault, *_DAMAGE):
-            if os.path.samestat(opened, folder.stat()):
+            if _identity(folder) == opened:
                 raise
             continue
-        if os.path.samestat(opened, folder.stat()):
+        if _identity(folder) == opened:
             return splits
+
+
+def _identity(folder: Path) -> tuple[int, int, int]:
+    """Return what tells a folder from one that took its place; the inode alone may be used again."""
+    stat = folder.stat()
+    return stat.st_dev, stat.st_ino, stat.st_ctime_ns
 
 
 def _open_saved(folder: Path, jail: Jail) -> DatasetDict:

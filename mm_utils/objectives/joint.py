@@ -126,6 +126,7 @@ class JointObjective(Objective):
         self.pairs_per_image = sum(term.pairs_per_image for term in weights)
         self.embeds_taps = any(term.reads_taps for term in weights)
         self.groups_texts = model.config.text_padding is None  # else all texts are computed at one length
+        self._checked_totals = False
 
     def evaluators(self, medium: str) -> list[Evaluator]:
         """Return what measures the terms, one of a class."""
@@ -172,6 +173,9 @@ class JointObjective(Objective):
         shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"], batch.get("roll_call"))
         # Before the loss: a host then reads what is drawn while the device still computes that.
         rows = {term.name: term.plan(batch, shared, encoded.scale.detach(), step) for term in self._row_terms()}
+        if not self._checked_totals:
+            self._checked_totals = True
+            self._check_totals(rows, batch["ids"].device)
         leaves = {
             name: value.detach().to(torch.promote_types(value.dtype, torch.float32)).requires_grad_()
             for name, value in encoded.leaves.items()
@@ -215,6 +219,16 @@ class JointObjective(Objective):
             share_of_mean = 0 if is_blank else distributed.world_size() / rows.total
             surrogate_loss = surrogate_loss + self.weights[term] * found.loss * share_of_mean
         return surrogate_loss, torch.stack(sums) if sums else surrogate_loss.new_zeros(0, 2)
+
+    def _check_totals(self, plans: dict[str, RowPlan], device: torch.device) -> None:
+        """Refuse a term whose ranks divide by different numbers of rows: their losses would not be one mean."""
+        for name, plan in plans.items():
+            totals = [total for [total] in distributed.gather_on_hosts([int(plan.total)], device)]
+            if len(set(totals)) > 1:
+                raise ValueError(
+                    f"plan of {name} returns a total of {' and '.join(map(str, totals))} on {len(totals)} processes; it is the number of rows "
+                    "on all of them. Return distributed.sum_over_ranks(own).clamp(min=1)."
+                )
 
     def report(self, plan: Plan, sums: Tensor) -> Report:
         """Return the total loss, and the metrics of each term."""

@@ -148,17 +148,26 @@ class EmbeddingTerm(Term):
 
 @dataclass
 class RowPlan:
-    """The decisions of a `TermOnRows` for one step."""
+    """The decisions of a `TermOnRows` for one step.
 
-    total: Tensor  # number of rows on all ranks, at least 1
+    Attributes:
+        total: the number of rows on all ranks, at least 1; the losses of all ranks are divided by it.
+    """
+
+    total: Tensor
 
 
 @dataclass
 class RowSums:
-    """Sums over the rows of a part of a batch."""
+    """Sums over the rows of a part of a batch.
 
-    loss: Tensor  # with gradient
-    right: Tensor  # how many rows are right
+    Attributes:
+        loss: the sum of the losses, with gradient.
+        right: how many rows are right.
+    """
+
+    loss: Tensor
+    right: Tensor
 
 
 class TermOnRows(Term):

@@ -28,6 +28,7 @@ from tests.kit.objectives import (
     assert_same,
     global_batch,
     measured,
+    share_of,
     step,
     step_in_parts,
     tiny_model,
@@ -54,6 +55,28 @@ def test_the_log_says_how_the_work_is_shared(width: int, tokens: float) -> None:
     for first, then in run_on_ranks(2, work_of_two_steps, width):
         assert first == {"tokens_per_real": pytest.approx(tokens), "slowest_rank": pytest.approx(4 / 3, abs=0.2)}
         assert then == {}
+
+
+def refusal_of_a_total_of_own_rows() -> str:
+    objective = tiny_objective("contrastive_matching")
+    term = matching_of(objective)
+    plan_of_all = term.plan
+
+    def plan(batch: Any, *rest: Any) -> Any:
+        plan = plan_of_all(batch, *rest)
+        plan.total = torch.tensor(len(batch["ids"]))
+        return plan
+
+    term.plan = plan
+    low, high = ((0, 3), (3, 8))[distributed.rank()]
+    with pytest.raises(ValueError) as raised:
+        step(objective, share_of(global_batch(), low, high), 0)
+    return str(raised.value)
+
+
+def test_a_total_that_is_not_that_of_all_ranks_is_refused() -> None:
+    for said in run_on_ranks(2, refusal_of_a_total_of_own_rows):
+        assert "a total of 3 and 5 on 2 processes; it is the number of rows on all of them" in said
 
 
 def test_negatives_follow_the_step_and_the_seed() -> None:

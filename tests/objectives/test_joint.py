@@ -69,7 +69,7 @@ def refusal_of_a_total_of_own_rows() -> str:
 
     term.plan = plan
     low, high = ((0, 3), (3, 8))[distributed.rank()]
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match="returns a total of") as raised:
         step(objective, share_of(global_batch(), low, high), 0)
     return str(raised.value)
 

@@ -6,6 +6,7 @@ import logging
 import math
 import textwrap
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,14 +84,16 @@ def font_families() -> list[str]:
     return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in known)]
 
 
-def plot_training(metrics_path: Path, out_path: Path, gain: "Gain | None" = None) -> list[str]:
-    """Draw the values of `metrics_path`, JSON lines, as panels; return the titles of the panels.
+def plot_training(
+    metrics_path: Path, out_path: Path, gain: "Gain | None" = None, without: Sequence[str] = ()
+) -> list[str]:
+    """Draw the values of `metrics_path`, JSON lines, but for those `without`, as panels; return the titles of the panels.
 
     Two panels are large: the figure that a run is judged by, beside what `gain` says of it, and the loss by term. A figure that
     was measured only once is drawn as bars. Panels without values are left out, as are small ones of single points; without any
     panel nothing is written. Lines that are not JSON are skipped. A step that occurs twice, as after a resume, has its later value.
     """
-    series = _read_series(metrics_path)
+    series = {name: values for name, values in _read_series(metrics_path).items() if name not in without}
     several = {name for name, (steps, _) in series.items() if len(steps) > 1}
     judged = [title for title, names in _JUDGED.items() if next(iter(names)) in series]
     terms = {name: values for name, values in series.items() if name.endswith("_loss") and name != "eval_loss"}

@@ -131,9 +131,8 @@ def recall_gained(evaluator: RetrievalEvaluator, log: Path, medium: str, *, is_p
     by_chance = mean(value for name in ranks for value in chance(split, name))
     note = ""
     if apart < min(images, FEW_GROUPS):
-        left = f"{apart} independent group{'s' * (apart > 1)} of {images:,} {medium}s"
         half = 0.0
-        note = f"recall has no interval: equal captions leave {left}. Measure on more."
+        note = f"{figure} {recall:.3f}, by chance {by_chance:.3f}."
     elif too_few(images, medium):  # the summary says so
         note = f"{figure} {recall:.3f} ± {half:.3f}, by chance {by_chance:.3f}."
     starts, saved_step = read_log(log, "eval_mean_recall")

@@ -63,7 +63,10 @@ def independent_queries(split: Embeddings, medium: str) -> tuple[str, int]:
     images = len(split.group_M)
     groups = len(split.group_M.unique())
     if groups < min(images, FEW_GROUPS):
-        return f"equal captions leave {groups} independent groups of {medium}s, too few for intervals", 0
+        return (
+            f"equal captions leave {groups} independent groups of {medium}s, too few for intervals; measure on more",
+            0,
+        )
     counted = medium if groups == images else f"group of {medium}s with equal captions"
     return f"95 % intervals in brackets, counting one query per {counted}", groups
 

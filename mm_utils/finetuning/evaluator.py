@@ -101,7 +101,7 @@ def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Pa
         for number, name in enumerate(classes):
             right = counts.get((number, number), 0)
             count, other = mistakes[number]
-            recall = right / rows[number] if rows[number] else None  # empty without rows
-            precision = right / guessed[number] if guessed[number] else None
+            recall = round(right / rows[number], 4) if rows[number] else None  # empty without rows
+            precision = round(right / guessed[number], 4) if guessed[number] else None
             figures = (name, rows[number], recall, precision, other, count)
             table.writerow([no_formula(cell) for cell in figures])

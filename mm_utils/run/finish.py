@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from mm_utils import distributed
-from mm_utils.arguments import Parsed, launch_command, python, to_words
+from mm_utils.arguments import Parsed, launch_command, launcher, python, to_words
 from mm_utils.checkpointing.files import seal_model
 from mm_utils.data.arguments import DataArguments, LoaderArguments
 from mm_utils.data.batches.tokens import unread_captions
@@ -42,7 +42,7 @@ from mm_utils.reports.model_card import (
     search_code,
     write_model_card,
 )
-from mm_utils.run.restarts import device_name
+from mm_utils.run.restarts import device_name, earlier_starts
 from mm_utils.run.start import Run
 from mm_utils.text import markdown_text, printable, sentence_case
 from mm_utils.training.arguments import METRICS_FILE
@@ -91,7 +91,7 @@ def retrieval_card(trained: Trained, split: Embeddings, gain: Gain, argv: Sequen
     medium = trained.data.medium
     shown = _with_head(trained.metrics, model)
     stock = run.output_dir / "dual_encoder"
-    has_fusion = model.fusion is not None and bool(stored_weights(model))
+    has_fusion = _reranks(model)
     counted, queries = independent_queries(split, medium)
     seen = next(name for name in ("train", "validation") if name in data.splits)
     images = len(split.image_key_M)
@@ -161,10 +161,14 @@ def describe_sizes(trained: Trained, model: Any) -> str:
     return said if millions(sizes[0]) == millions(every) else f"{said}, of which {millions(sizes[0])} were trained"
 
 
+def _reranks(model: FusionDualEncoderModel) -> bool:
+    """Return whether a search reorders by the fusion head: it has weights above 0."""
+    return model.fusion is not None and bool(stored_weights(model))
+
+
 def _with_head(metrics: Mapping[str, float], model: FusionDualEncoderModel) -> dict[str, float]:
-    """Return the metrics; without those of a head of weight 0, which reorders nothing."""
-    reranks = model.fusion is not None and stored_weights(model)
-    return {name: value for name, value in metrics.items() if reranks or not name.startswith("eval_rerank_")}
+    """Return the metrics; without those of a head that reorders nothing."""
+    return {name: value for name, value in metrics.items() if _reranks(model) or not name.startswith("eval_rerank_")}
 
 
 def chosen_on_validation(trained: Trained, model: FusionDualEncoderModel | None = None) -> str:
@@ -183,6 +187,14 @@ def chosen_on_validation(trained: Trained, model: FusionDualEncoderModel | None 
     return " ".join(filter(None, [trained.choice, also]))
 
 
+def _first_command(run: Run, argv: Sequence[str] | None) -> str:
+    """Return the command that began the run, which may have been resumed by others."""
+    starts = earlier_starts(run.output_dir)
+    if len(starts) > 1 and starts[0]["command"] != "a notebook":
+        return f"{launcher()} {starts[0]['command']}"
+    return launch_command(run.name, sys.argv[1:] if argv is None else argv)
+
+
 def run_card(trained: Trained, argv: Sequence[str] | None, **values: Any) -> CardInfo:
     """Return a card with what the cards of all runs have, and `values`."""
     run = trained.run
@@ -192,13 +204,13 @@ def run_card(trained: Trained, argv: Sequence[str] | None, **values: Any) -> Car
     return CardInfo(
         name=run.output_dir.resolve().name,
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), "The embedded scenes"),
-        command=launch_command(run.name, sys.argv[1:] if argv is None else argv),
+        command=_first_command(run, argv),
         metrics=trained.metrics,
         datasets=[trained_on] if trained_on and not Path(trained_on).exists() else [],
         hyperparameters={
             name: value
             for name, value in run.settings.items()
-            if value is not None and (value != defaults.get(name) or trained.given.is_given(name))
+            if value is not None and (value != defaults.get(name) or name in trained.given.named)
         },
         environment={
             "hardware": device_name(accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),
@@ -230,10 +242,15 @@ def finish_run(
         trained,
         gain,
         lambda folder: draw_examples(
-            rows, evaluator, trained.model.logit_scale.exp().item(), folder / "retrieval.png"
+            rows,
+            evaluator,
+            trained.model.logit_scale.exp().item(),
+            folder / "retrieval.png",
+            reranks=_reranks(trained.model),
         ),
         lambda: retrieval_card(trained, evaluator.split, gain, argv),
         lambda: _retrieval_summary(trained, evaluator, gain),
+        without=() if _reranks(trained.model) else ("eval_rerank_mean_recall",),
     )
 
 
@@ -243,13 +260,14 @@ def finish(
     write: Callable[[Path], None],
     card: Callable[[], CardInfo],
     summary: Callable[[], list[str]],
+    without: Sequence[str] = (),
 ) -> None:
-    """Draw `training.png`, let `write` write into the folder, write the card, log a summary."""
+    """Draw `training.png` but for the figures `without`, let `write` write into the folder, write the card, log a summary."""
     run = trained.run
     folder = trained.run.output_dir
 
     def write_all() -> None:
-        plot_training(folder / METRICS_FILE, folder / "training.png", gain=gain)
+        plot_training(folder / METRICS_FILE, folder / "training.png", gain=gain, without=without)
         write(folder)
         write_model_card(folder, card())
         seal_model(folder)
@@ -260,7 +278,9 @@ def finish(
     run.accelerator.end_training()
 
 
-def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, logit_scale: float, out_path: Path) -> None:
+def draw_examples(
+    rows: datasets.Dataset, evaluator: RetrievalEvaluator, logit_scale: float, out_path: Path, reranks: bool
+) -> None:
     """Draw what captions spread over the split that was evaluated last find, re-ranked if the head re-ranks.
 
     Scores are cosines, with what the head adds divided by the logit scale, as those of a search are.
@@ -274,10 +294,10 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, logit_s
     for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
         own = split.caption_key_T[query]
         towers = int(ranks.cosine_Q[query])
-        if ranks.reranked_Q is not None and ranks.reranked_items is not None and ranks.reranked_scores is not None:
+        if reranks and ranks.reranked_items is not None and ranks.reranked_scores is not None:
             found = ranks.reranked_items[query, :_HITS]
             scores = ranks.reranked_scores[query, :_HITS] / logit_scale
-            note = f"right {kind}: place {int(ranks.reranked_Q[query]):,}\nby the encoders alone: {towers:,}"
+            note = f"right {kind}: place {int(ranks.best_Q[query]):,}\nby the encoders alone: {towers:,}"
         else:
             scores, found = (split.text_TE[query] @ split.image_ME.T).topk(min(_HITS, len(split.image_ME)))
             note = f"right {kind}: place {towers:,}"
@@ -294,7 +314,7 @@ def draw_examples(rows: datasets.Dataset, evaluator: RetrievalEvaluator, logit_s
                 None if any(correct) else _picture(row["image"], kind),
             )
         )
-    score = "cosine with the text" if ranks.reranked_Q is None else "cosine with the text and what the head adds to it"
+    score = "cosine with the text and what the head adds to it" if reranks else "cosine with the text"
     about = f"Captions at equal distances over the validation split, and what each finds, the best first. Below each {kind}: its {score}."
     if kind == "sound":
         about += " A sound is drawn over its time, its highest frequency on top."

@@ -230,7 +230,9 @@ def paired_features(
     Raises:
         ValueError: if no image can be decoded.
     """
-    logger.info("Projections are fitted in closed form to %s training images", f"{images:,}")
+    logger.info(
+        "Projections are fitted in closed form to %s training images", f"{min(images, len(data.splits['train'])):,}"
+    )
     device = accelerator.device
     config = model.config
     keeps_text = not is_trained(model.text_projection)

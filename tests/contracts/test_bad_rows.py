@@ -140,7 +140,7 @@ SIX = (LINES * 9 + GONE * 2) * 3
 FRAMES = b'{"frames": ["0.png", "1.png"], "caption": "a dog"}\n'
 REFUSED = [  # file, content (None: there is none), keys and flags, the message
     ("a.jsonl", LINES.decode().encode("utf-16"), "", "a.jsonl, line 1 is UTF-16 or UTF-32 text. The text is not UTF-8"),
-    ("a.json", '{"images": []}'.encode("utf-16"), ",format=coco", "UTF-16 or UTF-32 text. Save it as UTF-8"),
+    ("a.json", '{"images": []}'.encode("utf-16"), ",format=coco", "UTF-16 or UTF-32 text. The text is not UTF-8. Save the file as UTF-8"),
     ("a.jsonl", png(draw(0)), "", "a.jsonl, line 1 is not UTF-8 text: byte 1 of the line."),
     ("a.jsonl", b"\n \n\n", "", "holds no rows. Give a file"),
     ("a.csv", b"image,caption\n", "", "holds no rows. Give a file"),

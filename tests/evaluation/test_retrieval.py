@@ -186,10 +186,7 @@ def test_equal_captions_are_no_gain(tmp_path: Path) -> None:
     evaluator.split.text_key_T = torch.zeros(40, dtype=torch.long)
     evaluator.directions = rank_directions(evaluator.split)
     said = recall_gained(evaluator, tmp_path / "metrics.jsonl", "image", is_paired=False, start_name=None)
-    assert (
-        said.sentence
-        == "recall has no interval: equal captions leave 1 independent group of 40 images. Measure on more."
-    )
+    assert said.sentence == "mean recall 1.000, by chance 1.000."
 
 
 # -- re-ranking --------------------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def test_examples_are_in_the_order_that_was_measured(
     rows = Dataset.from_dict({"image": images, "captions": [["a"] * count for count in captions]}, features)
     drawn = []
     monkeypatch.setattr(finish, "draw_retrieval", lambda examples, path, about: drawn.extend(examples))
-    draw_examples(rows, evaluator, 2.0, tmp_path / "retrieval.png")
+    draw_examples(rows, evaluator, 2.0, tmp_path / "retrieval.png", reranks=bool(top_k))
     rank_Q = ranks.reranked_Q if top_k else ranks.cosine_Q
     queries = [len(split.text_TE) * place // 6 for place in range(6)]
     assert len(drawn) == 6

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mm_utils.data.faults import Fault
+from mm_utils.data.faults import REASONS, Fault
 from mm_utils.data.rows.columns import Columns
 from mm_utils.data.rows.records import RecordBuilder, Records
 from mm_utils.data.rows.source import Source
@@ -149,7 +149,8 @@ def _open_document(source: Source, *keys: str) -> tuple[Values, RecordBuilder]:
     try:
         document = parse_json(read_document(path))
     except Fault as fault:
-        raise ValueError(f"{source.title}; it is {fault.detail}. Copy or repair the file.") from fault
+        what_to_do = REASONS[fault.reason] if fault.reason == "bad_encoding" else "Copy or repair the file."
+        raise ValueError(f"{source.title}; it is {fault.detail}. {what_to_do}") from fault
     for key in keys:
         if not isinstance(document, dict) or not isinstance(document.get(key), list):
             held = ", ".join(map(shortened, [*document][:10])) if isinstance(document, dict) else "a list"

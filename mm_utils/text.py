@@ -27,8 +27,9 @@ _REDACTIONS = [
         rf"(?<![\w-])(--?{_SECRET_NAME}(?:=|(?:\s|\\\n){{1,100}}))(?!--){_VALUE}",
         # YAML: hub_token: VALUE WITH SPACES
         rf"^([ \t]{{0,100}}{_SECRET_NAME}:[ \t]{{1,100}})\S.*$",
-        # Authorization: Basic VALUE, Bearer VALUE
-        r"""(authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?|bearer\s{1,9})[^\r\n"']+""",
+        # Authorization: Basic VALUE
+        r"""(authorization["']?[ \t]{0,9}[:=][ \t]{0,9}["']?)[^\r\n"']+""",
+        r"(bearer\s{1,9})\S+",
         # WANDB_API_KEY=VALUE and "token": "VALUE"
         rf"""(?<![\w-])(["']?{_SECRET_NAME}["']?[ \t]{{0,9}}[:=][ \t]{{0,9}}){_VALUE}""",
         r"([?&](?:sig|key)=)[^&\s]+",

@@ -307,7 +307,9 @@ def parse_args(
         parsed = [dataclasses.replace(each, **{rest: text}) if hasattr(each, rest) else each for each in parsed]
     elif unknown:
         flags = [word for word in unknown if word.startswith("-")] or unknown[:1]
-        parser.error(" ".join(f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags))
+        hints = [f"unknown argument {word}{_did_you_mean(word.lstrip('-'), known)}" for word in flags]
+        hints[:-1] = [hint.removesuffix(" See --help.") for hint in hints[:-1]]
+        parser.error(" ".join(hints))
     return Parsed(parsed, path or recipe, named, in_config)
 
 

@@ -293,7 +293,7 @@ def draw_retrieval(queries: list[RetrievalExample], out_path: Path, about: str =
         found = list(zip(query.images, query.scores, query.correct, strict=True))
         for rank, (image, score, hit) in enumerate(found[:5]):
             ax = figure.add_subplot(grid[row, rank + 1])
-            _draw_image(ax, image, f"{score:.2f}" + "  ✓" * hit, is_own=hit)
+            _draw_image(ax, image, f"{round(score, 2) + 0:.2f}" + "  ✓" * hit, is_own=hit)
         if query.own is not None:
             _draw_image(figure.add_subplot(grid[row, 6]), query.own, "the right one", is_own=True)
     figure.supxlabel(wrap(about, 150, 3), x=0.01, ha="left", fontsize=8.5, color=MUTED)

@@ -161,7 +161,7 @@ def _short(value: float, _: object = None) -> str:
     """Format a tick: 6k, 0.25, 2.4e-4."""
     if abs(value) >= 1000:
         return EngFormatter(sep="")(value)
-    text = f"{value:.3g}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
+    text = f"{value:.3g}" if value == 0 or abs(value) >= 1e-2 else f"{value:.1e}"
     return text.replace(".0e", "e").replace("e-0", "e-")
 
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 _REPEAT_SECONDS = 2.0  # the same signal within them is the first one again, forwarded by a launcher
-_MESSAGE = b"\nA signal asks the run to stop: it ends this step, saves and exits. Send it again to leave at once.\n"
+_MESSAGE = b"\nA signal asks the run to stop: it ends this step or evaluation, saves and exits. Send it again to leave at once.\n"
 
 
 class Interruption:

@@ -46,9 +46,8 @@ class RetrievalEvaluator:
     """
 
     split: Embeddings  # of the last evaluation
-    weights: dict[str, float] | None = (
-        None  # of each voice of the head, as the last evaluation has fitted them; None if it has not
-    )
+    # Of each voice of the head, as the last evaluation has fitted them; None if it has not.
+    weights: dict[str, float] | None = None
     reads_features = True  # it reads batches with the output of frozen towers in place of the media
 
     def __init__(self, args: EvaluationArguments | None = None, fits: bool = False):

@@ -42,7 +42,7 @@ from mm_utils.reports.model_card import (
     search_code,
     write_model_card,
 )
-from mm_utils.run.restarts import device_name, earlier_starts
+from mm_utils.run.restarts import A_NOTEBOOK, device_name, earlier_starts
 from mm_utils.run.start import Run
 from mm_utils.text import markdown_text, printable, sentence_case
 from mm_utils.training.arguments import METRICS_FILE
@@ -190,7 +190,7 @@ def chosen_on_validation(trained: Trained, model: FusionDualEncoderModel | None 
 def _first_command(run: Run, argv: Sequence[str] | None) -> str:
     """Return the command that began the run, which may have been resumed by others."""
     starts = earlier_starts(run.output_dir)
-    if len(starts) > 1 and starts[0]["command"] != "a notebook":
+    if len(starts) > 1 and starts[0]["command"] != A_NOTEBOOK:
         return f"{launcher()} {starts[0]['command']}"
     return launch_command(run.name, sys.argv[1:] if argv is None else argv)
 

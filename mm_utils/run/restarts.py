@@ -31,6 +31,7 @@ from mm_utils.reports.model_card import library_versions
 from mm_utils.text import redact
 
 STARTS_FILE = "environment.json"
+A_NOTEBOOK = "a notebook"  # in the place of a command
 LAUNCHER_VARIABLE = "TANDEM_LAUNCHER"  # holds the name of a launcher that sets it in its processes (`mm_utils.launch`)
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,7 +116,7 @@ def describe_start(accelerator: Accelerator) -> dict[str, Any]:
     every_rank = gather_object([(platform.node(), device_name(accelerator.device))])
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": "a notebook" if in_notebook() else redact(shlex.join(sys.argv)),
+        "command": A_NOTEBOOK if in_notebook() else redact(shlex.join(sys.argv)),
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
         "mixed_precision": accelerator.mixed_precision,

@@ -23,7 +23,7 @@ from typing import Any
 import datasets
 from filelock import FileLock
 
-from mm_utils.files import atomic_folder, is_about
+from mm_utils.files import atomic_folder, is_about, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def open_rows(folder: Path) -> datasets.Dataset:
 
 def _known(folder: Path) -> dict[str, int]:
     """Return the CRC-32 of each file of a result by its path inside `folder`, as it was written."""
-    known: dict[str, int] = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+    known: dict[str, int] = read_json(folder / CHECKSUMS)
     return known
 
 

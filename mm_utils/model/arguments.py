@@ -1,6 +1,5 @@
 """The flags of a model and of its objective, and what towers from scratch are made of."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_utils.arguments import arg
+from mm_utils.files import read_json
 
 # As of the model, whose file loads torch:
 PROJECTIONS = ("linear", "mlp")
@@ -251,7 +251,7 @@ def preset(name: str, presets: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if name in presets:
         return presets[name]
     try:
-        config = json.loads(Path(name).read_text(encoding="utf-8"))
+        config = read_json(Path(name))
     except ValueError as error:
         raise ValueError(
             f"{name} is no JSON ({error}). Give {', '.join(presets)}, or the config.json of a backbone."

@@ -25,7 +25,7 @@ from mm_utils.data.batches.column_cache import add_weights
 from mm_utils.data.batches.tokens import tokenizer_digest
 from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
-from mm_utils.files import retry, write_atomic
+from mm_utils.files import read_json, retry, write_atomic
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.text import one_line
 
@@ -159,13 +159,13 @@ def has_index(folder: Path) -> bool:
 def is_older(folder: Path) -> bool:
     """Return whether there is an index that an earlier version wrote, whose rows lack what the present ones have."""
     try:
-        return bool(json.loads((folder / _INFO).read_text(encoding="utf-8"))["version"] < VERSION)
+        return bool(read_json(folder / _INFO)["version"] < VERSION)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
 def _read(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
-    content = json.loads((folder / _INFO).read_text(encoding="utf-8"))
+    content = read_json(folder / _INFO)
     if content.pop("format") != "tandem-index" or content.pop("version") != VERSION:
         raise ValueError("it is of another version")
     info = IndexInfo(**content)

@@ -1,6 +1,5 @@
 """Prepare raw rows once, into the datasets cache, for training from raw files."""
 
-import json
 import logging
 import math
 import shutil
@@ -32,7 +31,7 @@ from mm_utils.data.prepare.ingest import (
 from mm_utils.data.prepare.on_disk import open_prepared, write_findings, write_pairs
 from mm_utils.data.rows.records import Record, Records
 from mm_utils.data.rows.source import Source
-from mm_utils.files import flush
+from mm_utils.files import flush, read_json
 from mm_utils.stored import open_rows, stored
 from mm_utils.text import redact
 
@@ -102,7 +101,7 @@ def _checked(sources: list[Source], on_leakage: str) -> tuple[Path, tuple[str, .
 
     folder = stored("labels" if labelled else "pairs", key, make)
     if distributed.rank() == 0:
-        for message in json.loads((folder / "report.json").read_text(encoding="utf-8"))["warnings"]:
+        for message in read_json(folder / "report.json")["warnings"]:
             logger.warning("%s", message)
     return folder, next(iter(classes), ())
 

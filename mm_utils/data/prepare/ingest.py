@@ -42,7 +42,7 @@ from mm_utils.data.rows.columns import NEGATIVES, is_null, texts_of
 from mm_utils.data.rows.detect import detect, read_rows
 from mm_utils.data.rows.records import BadRow, FileImage, ImageRef, Record, Records
 from mm_utils.data.rows.source import PathArguments, Source
-from mm_utils.files import write_atomic
+from mm_utils.files import read_json, write_atomic
 from mm_utils.model.reading import MOST_PIXELS
 from mm_utils.stored import stamp, version_of
 from mm_utils.text import one_line
@@ -331,7 +331,7 @@ def ingest(
     key, _ = key_of_rows(items, checks, storage)
     done = folder / f"part-{number:06d}.json"
     if done.is_file():
-        result = ChunkResult(**json.loads(done.read_text(encoding="utf-8")))
+        result = ChunkResult(**read_json(done))
         if result.key == key:
             return result
     worker = Worker(checks, storage, key)

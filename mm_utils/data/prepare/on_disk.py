@@ -45,6 +45,7 @@ from mm_utils.data.prepare.dedup_and_split import Reconciled
 from mm_utils.data.prepare.ingest import pieces, read_part
 from mm_utils.data.rows.columns import NEGATIVES
 from mm_utils.data.rows.stored import check_image_files, folders_of, is_saved, load_splits
+from mm_utils.files import read_json
 from mm_utils.text import one_line
 
 PREPARED_FORMAT = "tandem-pairs"  # "format" in report.json
@@ -63,7 +64,7 @@ def is_prepared(name: str) -> bool:
     if not report.is_file() or not is_saved(report.parent):
         return False
     try:
-        content = json.loads(report.read_text(encoding="utf-8"))
+        content = read_json(report)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{report} is not valid JSON ({one_line(error)}). Prepare the data set anew.") from error
     return isinstance(content, dict) and content.get("format") == PREPARED_FORMAT
@@ -71,7 +72,7 @@ def is_prepared(name: str) -> bool:
 
 def is_grouped(name: str) -> bool:
     """Return whether rows of a prepared data set are of groups that no split divided."""
-    settings = json.loads((Path(name) / "report.json").read_text(encoding="utf-8")).get("settings", {})
+    settings = read_json(Path(name) / "report.json").get("settings", {})
     return any("group_column=" in source for source in settings.get("sources", ()))
 
 

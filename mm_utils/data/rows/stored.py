@@ -3,7 +3,6 @@
 Anyone may publish such data. Cards, JSON files and columns of images name files; those outside of the data set are refused.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from mm_utils.data.faults import REASONS, Fault
 from mm_utils.data.paths import Jail
 from mm_utils.data.rows.records import image_path
+from mm_utils.files import read_json
 from mm_utils.places import missing, use_cache_without_network
 from mm_utils.text import one_line
 
@@ -131,7 +131,7 @@ def _open_saved(folder: Path, jail: Jail) -> DatasetDict:
             raise Fault(fault.reason, f"{by} names {name}: {fault.detail}") from fault
 
     def stated(file: str) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(Path(place(file, "dataset_dict.json")).read_text(encoding="utf-8"))
+        content: dict[str, Any] = read_json(Path(place(file, "dataset_dict.json")))
         return content
 
     splits = DatasetDict()

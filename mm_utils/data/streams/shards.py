@@ -44,7 +44,7 @@ from mm_utils.data.rows.tars import (
     sample_columns,
 )
 from mm_utils.data.rows.text_files import Rows
-from mm_utils.files import is_passing, regular_file, retry
+from mm_utils.files import is_passing, read_json, regular_file, retry
 from mm_utils.stored import key_of, stored
 from mm_utils.text import one_line
 
@@ -141,7 +141,7 @@ def _counted(url: str, about: dict[str, Any], is_whole: bool) -> Shard | None:
 
     try:
         kept = stored("shards", key := key_of(_VERSION, pa.__version__, url, about, is_whole), make)
-        rows, content = json.loads((kept / "rows.json").read_text(encoding="utf-8"))
+        rows, content = read_json(kept / "rows.json")
         return Shard(url, 0, rows, content, key)
     except Exception as error:
         info_of(url)  # raises if it is the connection that fails

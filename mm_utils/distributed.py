@@ -14,7 +14,6 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm.auto import tqdm
 
 T = TypeVar("T")
@@ -260,14 +259,19 @@ def check_equal_on_all_ranks(values: Mapping[str, Any], remedy: str) -> None:
 
 def full_tensor(parameter: Tensor) -> Tensor:
     """Return the unsharded parameter; called on all ranks."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    unshard = getattr(parameter, "full_tensor", None)  # of a DTensor, whose module takes 2 s to load
+    return unshard() if unshard else parameter
 
 
 def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
     """Reshape a full tensor like `parameter` and shard it in the same way; called on all ranks."""
     value = value.view(parameter.shape)
-    if not isinstance(parameter, DTensor):
+    if not hasattr(parameter, "full_tensor"):
         return value
+    from torch.distributed.tensor import DTensor, distribute_tensor  # loaded by now
+
+    assert isinstance(parameter, DTensor)
+
     return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 

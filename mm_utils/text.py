@@ -1,5 +1,6 @@
 """Remove secrets from text, and signs that a terminal, Markdown or a spreadsheet obeys."""
 
+import hashlib
 import html
 import logging
 import os
@@ -206,3 +207,13 @@ def duration(hours: float) -> str:
         if hours >= 2 * size:
             return f"{hours / size:.1f} {unit}"
     return f"{3600 * hours:.1f} s"
+
+
+def image_key(image_id: str) -> int:
+    """Return a hash of 63 bits, the same for the same id."""
+    return int.from_bytes(hashlib.blake2b(image_id.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def caption_key(caption: str) -> int:
+    """Return a hash of 63 bits, the same for captions that differ only in case and spacing."""
+    return image_key(" ".join(caption.lower().split()))

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from mm_utils.data.batches.column_cache import Columns
 from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.data.batches.order import choose_captions
-from mm_utils.data.batches.tokens import add_tokens, caption_key, encode_lists, pad_captions
+from mm_utils.data.batches.tokens import add_tokens, encode_lists, pad_captions
 from mm_utils.data.media.medium import Shown
 from mm_utils.data.rows.columns import NEGATIVES
+from mm_utils.text import caption_key
 
 NEGATIVE_IDS = "negative_input_ids"  # a column, and with `negative_attention_mask` a tensor of a batch, `[b, L]`
 

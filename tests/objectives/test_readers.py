@@ -16,12 +16,13 @@ from mm_utils.data import media
 from mm_utils.data.batches.dataset import EvaluationTransform, Pairs, TrainingTransform
 from mm_utils.data.batches.order import GlobalOrder, choose_captions
 from mm_utils.data.batches.sizes import BatchSizes
-from mm_utils.data.batches.tokens import caption_key, encode_captions, tokenize_captions, tokenize_splits
+from mm_utils.data.batches.tokens import encode_captions, tokenize_captions, tokenize_splits
 from mm_utils.data.images import encode
 from mm_utils.data.media.medium import Window
 from mm_utils.data.scenes import load_scenes
 from mm_utils.objectives.grounding.regions import MAX_REGIONS, RegionReader, visible_regions
 from mm_utils.objectives.negatives import NEGATIVE_IDS, Negatives
+from mm_utils.text import caption_key
 from tests.kit.fault_images import save
 from tests.kit.media_files import media_rows
 from tests.kit.numbered_rows import (

@@ -21,6 +21,7 @@ from mm_utils.data.batches.column_reader import ColumnReader
 from mm_utils.distributed import rank
 from mm_utils.model.reading import CHARACTERS_PER_TOKEN, token_ids
 from mm_utils.stored import open_rows, stored
+from mm_utils.text import caption_key, image_key
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +123,6 @@ def pad_captions(captions: Sequence[Sequence[int]], pad_token_id: int) -> tuple[
     ids_tL = np.full(mask_tL.shape, pad_token_id, np.int64)
     ids_tL[mask_tL] = np.fromiter(itertools.chain.from_iterable(captions), np.int64, int(length_t.sum()))
     return torch.from_numpy(ids_tL), torch.from_numpy(mask_tL.astype(np.int64))
-
-
-def image_key(image_id: str) -> int:
-    """Return a hash of 63 bits, the same for the same id."""
-    return int.from_bytes(hashlib.blake2b(image_id.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def caption_key(caption: str) -> int:
-    """Return a hash of 63 bits, the same for captions that differ only in case and spacing."""
-    return image_key(" ".join(caption.lower().split()))
 
 
 class Reach(NamedTuple):

@@ -25,7 +25,7 @@ import torch
 from datasets import Audio, Video
 from PIL import Image as PictureFile
 from torch import Tensor
-from torchvision.transforms.v2 import InterpolationMode, functional
+from torch.nn.functional import interpolate
 from typing_extensions import override
 
 from mm_utils.data.images import Stored, read_pixels
@@ -142,7 +142,7 @@ class Image(Medium):
         # Of bytes: colours scaled to 0..1 first would take another pass, and differ by up to 5e-7.
         mean = _on_bytes(tuple(self.mean), shown.device)
         std = _on_bytes(tuple(self.std), shown.device)
-        return functional.normalize(shown.float(), mean, std, inplace=True)
+        return shown.float().sub_(mean).div_(std)
 
     @property
     def _largest_read(self) -> int:
@@ -330,7 +330,7 @@ def squares(
     # The part is cut before it is resized: torchvision's `resized_crop` takes a quarter longer, because it copies the part once more.
     cut = np.stack([frame[top:bottom, left:right] for frame in frames])
     frames_first = torch.from_numpy(cut).permute(0, 3, 1, 2)
-    shown = functional.resize(frames_first, [size, size], InterpolationMode.BICUBIC)
+    shown = interpolate(frames_first, (size, size), mode="bicubic", antialias=True)
     return shown, Window(left / width, top / height, right / width, bottom / height)
 
 

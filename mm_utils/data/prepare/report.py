@@ -21,7 +21,6 @@ from PIL import Image, ImageOps
 
 from mm_utils.arguments import launch_command
 from mm_utils.data.arguments import LoaderArguments
-from mm_utils.data.batches.tokens import caption_key
 from mm_utils.data.faults import NOTES, REASONS
 from mm_utils.data.media import COLUMNS, FEATURES, kind_of
 from mm_utils.data.media.pictures import picture
@@ -30,7 +29,7 @@ from mm_utils.data.prepare.dedup_and_split import LEAKS, Reconciled, places_of
 from mm_utils.data.prepare.ingest import Ingested
 from mm_utils.data.rows.columns import count_held_out, too_few
 from mm_utils.plots import MUTED, draw_text, save_figure, wrap
-from mm_utils.text import byte_size, markdown_table, markdown_text, publishable, redact, without_secrets
+from mm_utils.text import byte_size, caption_key, markdown_table, markdown_text, publishable, redact, without_secrets
 
 CARD = "README.md"
 Summary = dict[str, Any]

@@ -33,9 +33,10 @@ from transformers import PreTrainedTokenizerBase
 
 from mm_utils.data.batches.column_cache import Columns
 from mm_utils.data.batches.column_reader import ColumnReader
-from mm_utils.data.batches.tokens import add_tokens, caption_key, encode_lists, pad_captions
+from mm_utils.data.batches.tokens import add_tokens, encode_lists, pad_captions
 from mm_utils.data.media import kind_of
 from mm_utils.data.media.medium import Shown, Window
+from mm_utils.text import caption_key
 
 MAX_REGIONS = 8  # per image in a training step; where there are more, eight are drawn at random
 MIN_VISIBLE_SHARE = 0.5  # of a region's area, that must be in the square

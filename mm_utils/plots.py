@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 from mm_utils.files import optional_file
 
 if TYPE_CHECKING:  # a preparation, which draws too, needs no torch
-    from mm_utils.evaluation.gained import Gain
+    from mm_utils.evaluation.recall_gain import Gain
 
 logger = logging.getLogger(__name__)
 

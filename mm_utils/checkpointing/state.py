@@ -30,7 +30,7 @@ from mm_utils.files import SUMS_FILE, read_json, readable, write_json
 from mm_utils.model.adapt import load_weights, merged, save_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
 from mm_utils.model.stock import stock_processor, to_dual_encoder
-from mm_utils.objectives.joint import Objective
+from mm_utils.objectives.objective import Objective
 from mm_utils.text import without_secrets
 
 logger = logging.getLogger(__name__)

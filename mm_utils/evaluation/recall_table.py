@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from mm_utils.data.rows.columns import too_few
 from mm_utils.evaluation.embeddings import Embeddings
-from mm_utils.evaluation.gained import Gain, chance
 from mm_utils.evaluation.metrics import CUTOFFS, FEW_GROUPS, wilson_interval
+from mm_utils.evaluation.recall_gain import Gain, chance
 from mm_utils.text import sentence_case
 
 DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}

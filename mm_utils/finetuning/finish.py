@@ -7,7 +7,7 @@ from pathlib import Path
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.arguments import EvaluatedDataArguments
 from mm_utils.data.rows.columns import too_few
-from mm_utils.evaluation.gained import Gain, read_log
+from mm_utils.evaluation.recall_gain import Gain, read_log
 from mm_utils.files import write_json
 from mm_utils.finetuning.arguments import LabelArguments
 from mm_utils.finetuning.evaluator import ClassificationEvaluator, report_classes

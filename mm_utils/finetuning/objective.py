@@ -13,7 +13,7 @@ from mm_utils import distributed
 from mm_utils.finetuning.classifier import classify
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderForClassification
 from mm_utils.model.row_noise import set_row_keys
-from mm_utils.objectives.joint import Objective, Plan, blank_pair
+from mm_utils.objectives.objective import Objective, Plan, blank_pair
 from mm_utils.objectives.terms import Batch, Encoded, Report
 
 

@@ -14,8 +14,8 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.captioning import Captioning
 from mm_utils.objectives.contrastive import Distillation, InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.grounding.terms import MomentCovering, RegionPointing
-from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.matching import Matching
+from mm_utils.objectives.objective import JointObjective
 from mm_utils.objectives.terms import EmbeddingTerm, Term
 
 logger = logging.getLogger(__name__)

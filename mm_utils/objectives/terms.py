@@ -1,6 +1,6 @@
 """The parts of a loss: terms, and the data that a term is given.
 
-There are two kinds of terms. An `EmbeddingTerm` is a loss of the embeddings of the global batch; `mm_utils.objectives.joint`
+There are two kinds of terms. An `EmbeddingTerm` is a loss of the embeddings of the global batch; `mm_utils.objectives.objective`
 takes its gradient at the embeddings and pushes it through the towers. A `TermOnRows` is a mean over rows of some sort (pairs
 that the fusion head scores, words, regions); every row is computed on the rank that holds its image. Either yields the same
 result for any division of the batch among processes and micro-batches.

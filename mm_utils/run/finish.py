@@ -23,8 +23,8 @@ from mm_utils.data.rows.columns import too_few
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, right_items
-from mm_utils.evaluation.gained import BEFORE, CLOSED_FORM, Gain, recall_gained
 from mm_utils.evaluation.metrics import CUTOFFS
+from mm_utils.evaluation.recall_gain import BEFORE, CLOSED_FORM, Gain, recall_gained
 from mm_utils.evaluation.recall_table import independent_queries, recall_lines, retrieval_rows
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator

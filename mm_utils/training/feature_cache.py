@@ -33,7 +33,7 @@ from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import Evaluate
 from mm_utils.model.encoding import length_groups
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
-from mm_utils.objectives.joint import Objective
+from mm_utils.objectives.objective import Objective
 from mm_utils.stored import discard, is_whole, key_of, open_rows, place_of, storing
 
 logger = logging.getLogger(__name__)

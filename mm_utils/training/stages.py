@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from mm_utils.checkpointing.files import step_of
 from mm_utils.checkpointing.state import RUN_FILE
 from mm_utils.files import read_json
-from mm_utils.objectives.joint import Objective
+from mm_utils.objectives.objective import Objective
 from mm_utils.training.arguments import TrainingArguments, greater_is_better
 
 logger = logging.getLogger(__name__)

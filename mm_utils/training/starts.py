@@ -29,8 +29,8 @@ from mm_utils.arguments import Parsed
 from mm_utils.checkpointing.state import write_model
 from mm_utils.data.batches.tokens import encode_captions, pad_captions
 from mm_utils.data.training_data import TrainingData
-from mm_utils.evaluation.gained import read_log
 from mm_utils.evaluation.metrics import mean_gain
+from mm_utils.evaluation.recall_gain import read_log
 from mm_utils.evaluation.reranking import DirectionRanks
 from mm_utils.evaluation.retrieval import Evaluate, RetrievalEvaluator, in_turn, keep_weights
 from mm_utils.files import append_rows, read_json, write_json

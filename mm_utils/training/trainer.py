@@ -35,11 +35,11 @@ from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import Evaluate, in_turn, keep_weights
 from mm_utils.files import append_rows, truncate_rows
-from mm_utils.objectives.joint import Objective
+from mm_utils.objectives.objective import Objective
 from mm_utils.reliability.signals import Interruption
 from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, OptimizerArguments, TrainingArguments
 from mm_utils.training.callbacks import CallbackRunner
-from mm_utils.training.prepared import prepare, unsharded
+from mm_utils.training.objective_cache import prepare, unsharded
 from mm_utils.training.stages import HEAD, Stage, evaluations, stages_of
 from mm_utils.training.step import TrainStep
 

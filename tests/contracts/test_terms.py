@@ -19,8 +19,8 @@ from mm_utils.model.fusion import rows_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.grad_cache import backward
-from mm_utils.objectives.joint import JointObjective
 from mm_utils.objectives.losses import TILE_ELEMENTS
+from mm_utils.objectives.objective import JointObjective
 from mm_utils.training.arguments import TrainingArguments
 from mm_utils.training.stages import stages_of
 from tests.kit.models import TEXT, VISION, batch_for, build

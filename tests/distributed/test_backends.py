@@ -25,8 +25,8 @@ from mm_utils import distributed
 from mm_utils.distributed import RunError, full_tensor
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.run.start import run_script
-from mm_utils.training import prepared as backends
-from mm_utils.training.prepared import configure_deepspeed, configure_fsdp
+from mm_utils.training import objective_cache as backends
+from mm_utils.training.objective_cache import configure_deepspeed, configure_fsdp
 from scripts import pretrain
 from tests.kit.objectives import ALONE, global_batch, sharded, share_of, step_in_parts, tiny_objective
 from tests.kit.objectives import assert_same as same_step

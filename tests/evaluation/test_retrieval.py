@@ -16,8 +16,8 @@ from mm_utils.distributed import RunError
 from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, image_shares
-from mm_utils.evaluation.gained import BEFORE, recall_gained
 from mm_utils.evaluation.metrics import summarise_ranks
+from mm_utils.evaluation.recall_gain import BEFORE, recall_gained
 from mm_utils.evaluation.reranking import Listed, fit_weights, rank_directions
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn, keep_weights
 from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid

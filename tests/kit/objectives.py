@@ -22,9 +22,9 @@ from mm_utils.objectives import EmbeddingTerm
 from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.contrastive import Distillation
 from mm_utils.objectives.grad_cache import backward
-from mm_utils.objectives.joint import JointObjective, Objective
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.training.prepared import initialise_fsdp_root, make_shardable
+from mm_utils.objectives.objective import JointObjective, Objective
+from mm_utils.training.objective_cache import initialise_fsdp_root, make_shardable
 
 
 def other_positives_of(ids: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from mm_utils import distributed
 from mm_utils.checkpointing.files import find_checkpoint, step_of
-from mm_utils.objectives.joint import JointObjective
+from mm_utils.objectives.objective import JointObjective
 from mm_utils.reliability.skipped import SkippedSamples
 from mm_utils.reliability.watchdog import HangDetection
 from mm_utils.run.start import make_accelerator

@@ -16,7 +16,7 @@ from mm_utils.model.build import build_model, load_model
 from mm_utils.model.processor import load_processor_of
 from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.contrastive import Distillation
-from mm_utils.objectives.joint import JointObjective
+from mm_utils.objectives.objective import JointObjective
 from mm_utils.training.feature_cache import cache_features
 from mm_utils.training.teacher import distill
 from scripts import pretrain

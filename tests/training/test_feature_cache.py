@@ -18,7 +18,7 @@ from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.build import build_objective
-from mm_utils.objectives.joint import Objective
+from mm_utils.objectives.objective import Objective
 from mm_utils.stored import place_of
 from mm_utils.training.feature_cache import cache_features
 from scripts import pretrain

@@ -328,7 +328,7 @@ def test_without_saving_there_is_no_checkpoint_but_for_a_signal(tmp_path: Path) 
 def test_a_placed_encoder_learns_the_same_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learnt = []
     sent = []
-    monkeypatch.setattr("mm_utils.training.prepared.send_to_device", lambda value, to: sent.append(to) or value)
+    monkeypatch.setattr("mm_utils.training.objective_cache.send_to_device", lambda value, to: sent.append(to) or value)
     for places in ({}, {"vision_device": "cpu:1"}):  # to torch, a place of its own
         trainer = build(TinyRun(tmp_path, arguments=QUIET | places), [])
         hooks = [len(tower._forward_hooks) for tower in (trainer.model.vision_model, trainer.model.text_model)]

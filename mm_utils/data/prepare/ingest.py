@@ -36,8 +36,8 @@ from mm_utils.data.faults import REASONS, UNREAD, Fault, first_repeated, is_hope
 from mm_utils.data.images import encode, shrink
 from mm_utils.data.prepare.arguments import OVERSIZE, CheckArguments, TimedArguments
 from mm_utils.data.prepare.checks import CheckedImage, check_captions, check_image
+from mm_utils.data.prepare.media_and_regions import store_medium, stored_moments, stored_regions
 from mm_utils.data.prepare.perceptual_hash import fingerprint
-from mm_utils.data.prepare.timed import store_medium, stored_moments, stored_regions
 from mm_utils.data.rows.columns import NEGATIVES, is_null, texts_of
 from mm_utils.data.rows.detect import detect, read_rows
 from mm_utils.data.rows.records import BadRow, FileImage, ImageRef, Record, Records

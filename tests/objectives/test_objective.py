@@ -18,9 +18,9 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.captioning import Captioning
 from mm_utils.objectives.grad_cache import TooManyPairsError, backward_that_fits
-from mm_utils.objectives.joint import JointObjective, Objective
 from mm_utils.objectives.losses import gather_batch, same_pair
 from mm_utils.objectives.matching import Matching
+from mm_utils.objectives.objective import JointObjective, Objective
 from mm_utils.objectives.workload import Workload
 from tests.kit.objectives import (
     ALONE,

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from mm_utils.model.fusion import FusionLayer
-from mm_utils.objectives.joint import Objective
+from mm_utils.objectives.objective import Objective
 from mm_utils.training.arguments import TrainingArguments
 
 MIN_BLOCK_PARAMETERS = 1_000_000  # FSDP2 gathers and frees larger blocks one by one; all else is one unit

@@ -25,7 +25,6 @@ import torch
 from datasets import Audio, Video
 from PIL import Image as PictureFile
 from torch import Tensor
-from torch.nn.functional import interpolate
 from typing_extensions import override
 
 from mm_utils.data.images import Stored, read_pixels
@@ -140,9 +139,11 @@ class Image(Medium):
     def features(self, shown: Tensor) -> Tensor:
         """Return normalised colours; converted first, as subtracting mixed types takes 3 times as long."""
         # Of bytes: colours scaled to 0..1 first would take another pass, and differ by up to 5e-7.
+        from torchvision.transforms.v2 import functional  # in here, as it takes 2.5 s, and preparing needs none
+
         mean = _on_bytes(tuple(self.mean), shown.device)
         std = _on_bytes(tuple(self.std), shown.device)
-        return shown.float().sub_(mean).div_(std)
+        return functional.normalize(shown.float(), mean, std, inplace=True)
 
     @property
     def _largest_read(self) -> int:
@@ -321,6 +322,8 @@ def squares(
     rounding to whole pixels, the area of a random crop is uniform in [`min_area`, 1] of the largest square's, and its aspect ratio is between
     3:4 and 4:3 where the image allows it.
     """
+    from torchvision.transforms.v2 import InterpolationMode, functional  # in here, as in `Image.features`
+
     height, width = frames[0].shape[:2]
     if rng is None or min_area >= 1:
         across, down, left, top = center_of(width, height, size)
@@ -330,7 +333,7 @@ def squares(
     # The part is cut before it is resized: torchvision's `resized_crop` takes a quarter longer, because it copies the part once more.
     cut = np.stack([frame[top:bottom, left:right] for frame in frames])
     frames_first = torch.from_numpy(cut).permute(0, 3, 1, 2)
-    shown = interpolate(frames_first, (size, size), mode="bicubic", antialias=True)
+    shown = functional.resize(frames_first, [size, size], InterpolationMode.BICUBIC)
     return shown, Window(left / width, top / height, right / width, bottom / height)
 
 

@@ -235,12 +235,17 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         )
         return f"{names[0]}{takes}" if names else super()._format_action_invocation(action)
 
+    def _format_action(self, action: argparse.Action) -> str:
+        return "" if action.option_strings[:1] == [f"--no_{action.dest}"] else super()._format_action(action)
+
     def _get_help_string(self, action: argparse.Action) -> str:
         shown = (
             f" (default: {action.default})"
             if action.default and action.dest not in ("help", "help_all", "version")
             else ""
         )
+        if action.default is True:
+            shown = f" (on; --no_{action.dest} turns it off)"
         return "" if action.help is None else action.help.rstrip() + shown.replace("%", "%%")
 
 
@@ -434,9 +439,11 @@ def load_own(path: str, flag: str, base: type | None = None) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         if passes_own_code(error):  # a mistake in the module itself
             raise
-        raise ValueError(
-            f"{flag} has {path}; {error}. Put {module.partition('.')[0]}.py in the current folder, with {name} in it."
-        ) from error
+        remedy = f"Put {module.partition('.')[0]}.py in the current folder, with {name} in it."
+        if module in sys.modules:
+            close = difflib.get_close_matches(name, vars(sys.modules[module]), n=1)
+            remedy = f"Did you mean {module}.{close[0]}?" if close else "Name what it has."
+        raise ValueError(f"{flag} has {path}; {error}. {remedy}") from error
     finally:
         sys.path.remove(os.getcwd())
     is_class = isinstance(found, type)

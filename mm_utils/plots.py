@@ -172,6 +172,9 @@ def _figure(value: float) -> str:
 
 def _interval(gain: "Gain") -> str:
     """Format what is saved, with its interval if it has one."""
+    if gain.interval:
+        low, high = gain.interval
+        return f"{_figure(gain.after)} ({_figure(low)} to {_figure(high)})"
     return _figure(gain.after) + f" ± {_figure(gain.half)}" * (gain.half > 0)
 
 
@@ -232,10 +235,10 @@ def _draw_judged(ax: Axes, series: dict[str, Points], labels: dict[str, str], ga
     last = max(steps[-1] for steps, _ in series.values())
     if gain:
         step = last if gain.saved_step is None else gain.saved_step
-        up = min(gain.half, 1 - gain.after)
-        ax.errorbar(
-            step, gain.after, [[gain.half], [up]], fmt="o", color=INK, markersize=8, markerfacecolor="none", capsize=4
-        )
+        low, high = gain.bounds
+        up = high - gain.after
+        ends_of = [[gain.after - low], [up]]
+        ax.errorbar(step, gain.after, ends_of, fmt="o", color=INK, markersize=8, markerfacecolor="none", capsize=4)
         side = "left" if step < last / 2 else "right"
         ax.annotate(f"saved: {_interval(gain)}", (step, gain.after + up), (0, 6),
                     textcoords="offset points", ha=side, va="bottom", fontsize=9.5, color=INK)  # fmt: skip
@@ -252,9 +255,12 @@ def _draw_bars(ax: Axes, series: dict[str, Points], labels: dict[str, str], gain
     labels_of = [_figure(value) for value in values]
     reach = list(values)
     if gain:  # the last bar is that of what is saved
-        ax.errorbar(values[-1], len(bars) - 1, xerr=gain.half, color=INK, capsize=4)
+        low, high = gain.bounds
+        if gain.half:
+            ends_of = [[gain.after - low], [high - gain.after]]
+            ax.errorbar(values[-1], len(bars) - 1, xerr=ends_of, color=INK, capsize=4)
         labels_of[-1] = _interval(gain)
-        reach[-1] += gain.half
+        reach[-1] = max(values[-1], high)
     for place, (value, label) in enumerate(zip(reach, labels_of, strict=True)):
         ax.text(value, place, f"  {label}", va="center", fontsize=9.5, color=INK)
     ax.set(xlim=(0, 1.35 * max(reach)), ylim=(len(bars), -1), xticks=[], yticks=range(len(bars)), yticklabels=names)

@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if args.layout == "open_clip":
         with atomic_folder(Path(output_dir), "--output_dir") as folder:
             write_open_clip(folder, model, processor)
+        logger.info("%s: open it with open_clip.create_model_and_transforms('local-dir:%s')", output_dir, output_dir)
         return {}
     if kind != "image" and args.layout != "plain":
         raise ValueError(f"--layout is {args.layout}; it is for images, and this model reads {kind}s. Drop it.")

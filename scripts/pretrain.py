@@ -11,7 +11,7 @@ From two encoders of your choice, all of a CLIP, or from scratch with 100,000 pa
     python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine --config recipes/clip.yaml
     python scripts/pretrain.py --train_file pairs.jsonl --output_dir outputs/mine --vision_config small --text_config small
 
-The time, memory and disk that it will take, tried in a minute:
+The time, memory and disk that it will take, by a few steps of it:
     python scripts/pretrain.py --train_file pairs.jsonl --dry_run
 
 Parquet or tar shards, read while training goes on:

@@ -32,7 +32,7 @@ class SearchArguments:
         "The text to search for, such as dog -cat for dogs without cats; it may also stand alone, without this flag.",
     )
     image: str | None = arg(
-        None, "Search for what is similar to this file: an image or, in an index of sounds, a WAV file."
+        None, "Search for what is similar to this file: an image or, in an index of sounds, a sound."
     )
     copies: bool = arg(False, "List the images that occur more than once, also compressed, scaled or brightened.")
     folder: str = arg("", "Search only below this folder of those that were embedded, such as 2024/italy.")

@@ -32,6 +32,7 @@ def card(**changes: object) -> CardInfo:
         "hyperparameters": {"learning_rate": 1e-3, "max_steps": 100},
         "environment": {"hardware": "1 x CPU", "precision": "bf16", "processes": 2},
         "tags": ("image-text-retrieval",),
+        "limits": "Its scores rank candidates.",
         "pipeline_tag": "feature-extraction",
         "datasets": ["me/pairs"],
         "base_models": ["me/base"],

@@ -133,7 +133,7 @@ class TrainingState:
         now = {name: flags[name] for name in both}
         now |= {**settings(self.model.config), **identity}
         changed = ", ".join(
-            f"{name} was {before.get(name)} and is {now.get(name)}"
+            f"{name} was {_shown(before.get(name))} and is {_shown(now.get(name))}"
             for name in before | now
             if before.get(name) != now.get(name)
         )
@@ -297,6 +297,11 @@ def settings(config: PretrainedConfig) -> dict[str, Any]:
     flat = flatten_dict(json.loads(config.to_json_string(use_diff=False)))
     private = re.compile(rf"(^|\.)(_|({'|'.join(_NOT_COMPARED)})(\.|$))")
     return {name: value for name, value in flat.items() if not private.search(name)}
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message: of batches of one size, the size."""
+    return re.sub(r"BatchSizes\(starts=\(0,\), sizes=\((\d+),\)\)", r"\1", str(value))
 
 
 def comparable(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ REASONS = {
     "outside_root": "The path leaves the data folder. Copy the files into it, set --allow_outside_root or, for the paths of a "
     "table, --image_root to a folder above them.",
     "path_too_long": "The path is longer than file systems allow. Shorten it; files written as base64 text are decoded beforehand.",
+    "list_of_frames": "Frames are no medium by themselves. Join those of each row into a video, as docs/media.md#frames shows, and name that file.",
     "bad_path": "The path cannot be opened. Write a plain relative path, or bytes and path in Parquet.",
     "permission_denied": "The file may not be read. Change its permissions.",
     "read_error": "The file could not be read, even after retries. Check the disk or the network mount.",

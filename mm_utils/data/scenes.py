@@ -98,7 +98,7 @@ def load_scenes(
     """
 
     def generate(folder: Path) -> None:
-        logger.info("Generating %d scenes into %s", num_train + 2 * num_eval, folder.parent)
+        logger.info("Generating %s scenes into %s", f"{num_train + 2 * num_eval:,}", folder.parent)
         splits = datasets.DatasetDict()
         for split, scenes in _draw_scenes({"train": num_train, "validation": num_eval, "test": num_eval}).items():
             bar = tqdm(scenes, desc=f"Generating {split} scenes", unit="image")

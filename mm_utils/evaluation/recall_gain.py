@@ -32,6 +32,7 @@ class Gain:
         floor_name, floor: what a model without knowledge reaches, in words and as a number.
         starts: the log's rows before the first step: of a whole model as it is, then of what a closed form added to it.
         saved_step: the step whose weights are saved; None for those of the end.
+        interval: that of `after` where it is not as wide on both sides.
         difference: the gain of the same rows and half the width of its interval; without it, `half` stands for that.
         note: a sentence in place of that on the gain.
         start_name: what `starts` are called: of two encoders that never met, all of it is the closed form.
@@ -45,10 +46,16 @@ class Gain:
     floor: float
     starts: list[dict[str, float]]
     saved_step: int | None
+    interval: tuple[float, float] | None = None
     difference: tuple[float, float] | None = None
     advice: str = ""
     note: str = ""
     start_name: str = BEFORE
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The ends of the interval of `after`."""
+        return self.interval or (self.after - self.half, min(1.0, self.after + self.half))
 
     @property
     def before(self) -> float | None:
@@ -72,11 +79,14 @@ class Gain:
                 f"{figure} is {after} after training, and {floor}: {self.after - self.floor:+.3f} ± {self.half:.3f}."
             )
         begin = f"{figure} {self.before:.3f} {self.start_name}"
+        if self.saved_step == 0 and len(self.starts) == 1:
+            saved = "the closed form" if self.start_name == CLOSED_FORM else "the model"
+            nothing = (
+                f"{begin}, {floor}; nothing later was better: training added nothing, and {saved} is saved as it was."
+            )
+            return f"{nothing} {self.advice}".rstrip()
         if self.start_name == CLOSED_FORM:
             begin = f"{begin} ({floor})"
-        elif self.saved_step == 0 and len(self.starts) == 1:
-            nothing = f"{begin}, {floor}; nothing later was better: training added nothing, and the model is saved as it was."
-            return f"{nothing} {self.advice}".rstrip()
         gain, half = self.difference or (self.after - self.before, self.half)
         ends = f"{begin}, {after} after: {gain:+.3f} ± {half:.3f}"
         if self.saved_step == 0:

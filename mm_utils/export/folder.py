@@ -134,7 +134,10 @@ def export(
         usage = f"The first input has the {kind}s as `preprocessor_config.json` makes them: docs/media.md of the project says how."
     elif layout != "immich":
         (folder / "without_torch.py").write_text(alone(), encoding="utf-8")
-    rows = [[path.name, f"{path.stat().st_size / 1e6:.1f} MB", f"{apart[part]:.0e}"] for part, path in paths.items()]
+    rows = [
+        [path.relative_to(folder).as_posix(), f"{path.stat().st_size / 1e6:.1f} MB", f"{apart[part]:.0e}"]
+        for part, path in paths.items()
+    ]
     title = markdown_text(Path(name).name)
     table = markdown_table(["graph", "size", "difference from torch"], rows)
     text = f"# {title}, in ONNX\n\nLayout `{layout}`, opset {OPSET}.\n\n{usage}\n\n## Figures\n\n{table}\n"

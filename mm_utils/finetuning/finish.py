@@ -68,13 +68,15 @@ def _accuracy_gained(trained: Trained) -> Gain | None:
     name = "eval_accuracy"
     if name not in metrics:
         return None
-    half = (metrics[f"{name}_high"] - metrics[f"{name}_low"]) / 2
+    low = metrics[f"{name}_low"]
+    high = metrics[f"{name}_high"]
     starts, saved_step = read_log(trained.run.output_dir / METRICS_FILE, name)
     return Gain(
         figure="accuracy",
         metric=name,
         after=metrics[name],
-        half=half,
+        half=(high - low) / 2,
+        interval=(low, high),
         floor_name="by always the most frequent class",
         floor=metrics["eval_majority"],
         starts=starts,
@@ -102,6 +104,7 @@ def classification_card(
         dataset_rows={name: len(split) for name, split in task.splits.items()},
         dataset_fingerprint=trained.data.fingerprint,
         tags=("classification", "dual-encoder"),
+        limits="Its probabilities are not calibrated: of its answers at 0.9, more or fewer than nine in ten may be right.",
         pipeline_tag=None,  # no pipeline reads such inputs with this class
     )
 

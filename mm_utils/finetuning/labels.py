@@ -32,6 +32,7 @@ from mm_utils.data.rows.source import Source
 from mm_utils.data.scenes import colour_questions, load_scenes
 from mm_utils.data.training_data import TrainingData, make_data
 from mm_utils.finetuning.arguments import LabelArguments
+from mm_utils.text import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +234,8 @@ def _task_split(rows: Dataset, classes: list[str], split: str) -> Dataset:
             f"{count:,}",
             split,
         )
+    if lacking := [name for name in classes if place[name] not in {*columns["label"]}]:
+        logger.warning("%s has no row of %d classes: %s", split, len(lacking), shortened(", ".join(lacking), 200))
     return _beside_media(rows, columns, Features(features))
 
 

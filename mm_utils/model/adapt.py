@@ -166,7 +166,8 @@ def add_adapters(model: FusionDualEncoderModel, rank: int) -> None:
         layers = attention_layers(tower)
         if not layers:
             raise ValueError(
-                f"--lora_rank is {rank}; a {tower.config.model_type} has no attention to adapt. Add --freeze_{name}."
+                f"--lora_rank is {rank}; a {tower.config.model_type} has no attention to adapt. Leave --lora_rank out or, to adapt the "
+                f"other tower alone, add --freeze_{name}."
             )
         tower.requires_grad_(False)
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=layers)

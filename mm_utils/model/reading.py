@@ -593,7 +593,9 @@ def read_sound(
     elif codecs:
         samples, own = _read_stream(content, start, end, max_seconds, [] if notes is None else notes)
     else:
-        raise UnreadableError("it is not a WAV file of plain samples", "medium_unknown_format")
+        raise UnreadableError(
+            "it is not a WAV file of plain samples, as ffmpeg -i FILE sound.wav writes", "medium_unknown_format"
+        )
     if not len(samples):
         raise UnreadableError("it holds no samples", "medium_empty")
     if not np.isfinite(samples).all():

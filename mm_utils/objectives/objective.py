@@ -19,6 +19,7 @@ from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
 from mm_utils.objectives.losses import call_roll, gather_batch
 from mm_utils.objectives.terms import Batch, EmbeddingTerm, Encoded, Evaluator, Report, RowPlan, Term, TermOnRows
 from mm_utils.objectives.workload import Workload
+from mm_utils.text import own_name
 
 
 @dataclass
@@ -212,7 +213,15 @@ class JointObjective(Objective):
         sums = []
         for term in self._row_terms():
             rows = plan.rows[term.name]
-            found = term.rows(self.model, encoded, shown, rows)
+            try:
+                found = term.rows(self.model, encoded, shown, rows)
+            except KeyError as error:
+                if not term.readers or error.args[0] in shown:
+                    raise
+                raise distributed.RunError(
+                    f"--objectives has {own_name(term)}, which reads {error.args[0]} of a batch; no row of these data has the column that "
+                    "this comes from. Add the column, or drop the term."
+                ) from error
             of_term = torch.stack([found.loss.detach().float(), found.right.float()])
             sums.append(torch.zeros_like(of_term) if is_blank else of_term)
             # The gradient of the sum over ranks, through an average over ranks. A blank pair has none, but runs the same modules.

@@ -40,6 +40,7 @@ class CardInfo:
         metrics: all metrics by name.
         environment: the hardware, the precision and the number of processes.
         hyperparameters: the arguments that were given or differ from their defaults.
+        limits: a sentence on what its scores are not.
         pipeline_tag: a pipeline that takes the model; None if there is none.
         datasets, base_models: the training data, and what training started from, on the Hub.
     """
@@ -58,6 +59,7 @@ class CardInfo:
     environment: dict[str, Any]
     hyperparameters: dict[str, Any]
     tags: tuple[str, ...]
+    limits: str
     pipeline_tag: str | None
     datasets: list[str]
     base_models: list[str]
@@ -101,8 +103,8 @@ def write_model_card(output_dir: Path, card: CardInfo) -> Path:
             markdown_table(["name", "value"], [[_code(k), _code(v)] for k, v in hyperparameters.items()]),
         ),
         "## Limitations",
-        "The model knows only what its training pairs show, their language and their biases included. Its scores rank "
-        "candidates; they are not probabilities. Measure it on your own data before relying on it.",
+        f"The model knows only what its training pairs show, their language and their biases included. {card.limits} "
+        "Measure it on your own data before relying on it.",
     ]
     path = output_dir / "README.md"
     shown = "\n\n".join(publishable(part) for part in parts if part)

@@ -99,7 +99,7 @@ def retrieval_card(trained: Trained, split: Embeddings, gain: Gain, argv: Sequen
         f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
         too_few(images, medium),
         sentence_case(gain.sentence),
-        chosen_on_validation(trained, model),
+        chosen_on_validation(trained),
         describe_weights(model),
         *unread_captions(data.splits[seen], data.processor.tokenizer, data.max_seq_length, f"The captions of {seen}"),
     ]
@@ -119,6 +119,7 @@ def retrieval_card(trained: Trained, split: Embeddings, gain: Gain, argv: Sequen
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
         tags=(f"{COLUMNS[medium]}-text-retrieval", "dual-encoder", "contrastive-learning"),
+        limits="Its scores rank candidates; they are not probabilities.",
         pipeline_tag="feature-extraction",
     )
 
@@ -171,15 +172,14 @@ def _with_head(metrics: Mapping[str, float], model: FusionDualEncoderModel) -> d
     return {name: value for name, value in metrics.items() if _reranks(model) or not name.startswith("eval_rerank_")}
 
 
-def chosen_on_validation(trained: Trained, model: FusionDualEncoderModel | None = None) -> str:
+def chosen_on_validation(trained: Trained) -> str:
     """Return sentences on what is saved and what the validation split has chosen; "" if it has chosen nothing.
 
-    `model` is one of retrieval, whose re-ranking may have been fitted; None for a classifier.
+    It also chooses the weights of re-ranking, but its own figures are cross-fitted.
     """
     alpha = trained.metrics.get("eval_wise_ft_alpha")
     chosen = [
         *(["the checkpoint"] if trained.run.args.keeps_best else []),
-        *(["the weights of re-ranking"] if model and model.fusion is not None and model.config.rerank_weights else []),
         *([f"alpha {alpha:g} between the start and the end"] if alpha is not None else []),
     ]
     too_high = "so its figures are slightly too high; those of a test split are not."
@@ -188,10 +188,11 @@ def chosen_on_validation(trained: Trained, model: FusionDualEncoderModel | None 
 
 
 def _first_command(run: Run, argv: Sequence[str] | None) -> str:
-    """Return the command that began the run, which may have been resumed by others."""
+    """Return the command that took the first step of the run, which others may have resumed, and before which some may have failed."""
     starts = earlier_starts(run.output_dir)
-    if len(starts) > 1 and starts[0]["command"] != A_NOTEBOOK:
-        return f"{launcher()} {starts[0]['command']}"
+    began = [start for start in starts if start.get("resumed_from") == 0][-1:]
+    if began and began != starts[-1:] and began[0]["command"] != A_NOTEBOOK:
+        return f"{launcher()} {began[0]['command']}"
     return launch_command(run.name, sys.argv[1:] if argv is None else argv)
 
 
@@ -201,6 +202,7 @@ def run_card(trained: Trained, argv: Sequence[str] | None, **values: Any) -> Car
     accelerator = trained.run.accelerator
     defaults = trained.given.defaults
     trained_on = run.settings.get("dataset_name")
+    size = trained.data.order.sizes.sizes[-1]
     return CardInfo(
         name=run.output_dir.resolve().name,
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), "The embedded scenes"),
@@ -211,7 +213,12 @@ def run_card(trained: Trained, argv: Sequence[str] | None, **values: Any) -> Car
             name: value
             for name, value in run.settings.items()
             if value is not None and (value != defaults.get(name) or name in trained.given.named)
-        },
+        }
+        | (
+            {"global_batch_size": f"{size}, all rows of train"}
+            if size < (run.settings["global_batch_size"] or 0)
+            else {}
+        ),
         environment={
             "hardware": device_name(accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),
             "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
@@ -314,7 +321,7 @@ def draw_examples(
                 None if any(correct) else _picture(row["image"], kind),
             )
         )
-    score = "cosine with the text and what the head adds to it" if reranks else "cosine with the text"
+    score = "score, the cosine with the text plus what the head adds" if reranks else "cosine with the text"
     about = f"Captions at equal distances over the validation split, and what each finds, the best first. Below each {kind}: its {score}."
     if kind == "sound":
         about += " A sound is drawn over its time, its highest frequency on top."
@@ -340,14 +347,14 @@ def _retrieval_summary(trained: Trained, evaluator: RetrievalEvaluator, gain: Ga
     return [
         *recall_lines(metrics, evaluator.split, trained.data.medium, held_out, gain),
         *(f"  {sentence_case(said)}" for said in (gain.sentence, describe_weights(model)) if said),
-        *closing_lines(trained, next_commands(trained), model),
+        *closing_lines(trained, next_commands(trained)),
     ]
 
 
-def closing_lines(trained: Trained, commands: Sequence[str], model: FusionDualEncoderModel | None = None) -> list[str]:
+def closing_lines(trained: Trained, commands: Sequence[str]) -> list[str]:
     """Return the last lines of a summary: what validation has chosen, where everything is, and what to try next."""
     return [
-        *(f"  {sentence}" for sentence in [chosen_on_validation(trained, model)] if sentence),
+        *(f"  {sentence}" for sentence in [chosen_on_validation(trained)] if sentence),
         "",
         f"Everything is in {trained.run.output_dir}; its README.md has the figures, and code to use the model.",
         *(["", "Next:"] if commands else []),

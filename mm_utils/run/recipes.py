@@ -216,10 +216,10 @@ def _check_models(recipe: Recipe, title: str) -> None:
     for name in starts.values():
         if error := _unreachable(name):
             raise ValueError(
-                f"{title}, and no start is named, so {recipe.path} applies.\n"
+                f"{title}. {recipe.reason}, so {recipe.path} applies.\n"
                 f"It takes {name}, which is not on this machine, and the Hub cannot be reached ({error}).\n"
                 f"Give a copy of it by {folders}, two encoders by --vision_model_name_or_path and --text_model_name_or_path, or "
-                "--vision_config small --text_config small to train from scratch."
+                "--vision_config tiny --text_config tiny to train small ones from scratch."
             )
 
 

@@ -27,6 +27,7 @@ from mm_utils.data.media.medium import Medium
 from mm_utils.distributed import RunError
 from mm_utils.files import read_json, retry, write_atomic
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.places import missing
 from mm_utils.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -139,9 +140,8 @@ def open_index(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
             f"--index_dir is {folder}; an earlier version wrote this index. Run scripts/embed.py again, which makes it anew."
         )
     if not has_index(folder):
-        raise ValueError(
-            f"--index_dir is {folder}; there is no index, or not all of it. Run scripts/embed.py to its end."
-        )
+        fault = missing(str(folder), is_local=True) or "there is no index, or not all of it."
+        raise ValueError(f"--index_dir is {folder}; {fault} Run scripts/embed.py to its end.")
     try:  # where an update ends meanwhile, the file that index.json named a moment ago is gone, and there is a new one
         return retry(lambda: _read(folder), lambda error: isinstance(error, FileNotFoundError), _PAUSES)
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -32,6 +32,7 @@ from mm_utils.data.batches.tokens import unread
 from mm_utils.data.faults import Fault
 from mm_utils.data.images import open_image
 from mm_utils.data.media.medium import read_by
+from mm_utils.data.media.pictures import moving_picture
 from mm_utils.data.paths import read_file
 from mm_utils.data.prepare.perceptual_hash import FINGERPRINT, groups, near_pairs
 from mm_utils.files import changed_ns
@@ -249,7 +250,7 @@ class Searcher:
     def look_up(self, file: str | bytes, top_k: int = 10) -> tuple[list[Hit], list[Hit]]:
         """Return the hit that is a file itself, if it is in the index, and what is most similar to it without that.
 
-        The file is an image or a WAV, by path or bytes. It is in the index if its path is, or its embedding up to rounding.
+        The file is an image or a sound, by its path, or the bytes of an image or a WAV. It is in the index if its path is, or its embedding up to rounding.
 
         Raises:
             UnreadableError: if it cannot be read.
@@ -285,7 +286,9 @@ class Searcher:
         return [group for group in found.values() if len(group) > 1]
 
     def large(self, row: int) -> bytes:
-        """Return a JPEG of an image of the index, of its file if that is unchanged; raise IndexError without such a row."""
+        """Return a JPEG of an image of the index, of its file if that is unchanged, or a clip as a moving WebP; raise IndexError without such a row."""
+        if self.info.medium == "clip":
+            return moving_picture(self.stored(row, "content"))
         image = self._image(row, _LARGE)
         image.thumbnail((_LARGE, _LARGE))
         return jpeg(image)
@@ -462,7 +465,7 @@ def best(by_n: Tensor, count: int) -> list[int]:
 
 
 def read_query(file: str | bytes, medium: Any) -> Tensor:
-    """Return what evaluations take of a searched file, path or bytes: an image, or a WAV; UnreadableError if it cannot be read."""
+    """Return what evaluations take of a searched image or sound, a path, or bytes that may be of an image or a WAV; UnreadableError if it cannot be read."""
     if medium.kind == "clip":
         raise UnreadableError("clips are found by texts and by clips of the index; write what the clip shows")
     if medium.kind == "image":
@@ -470,7 +473,7 @@ def read_query(file: str | bytes, medium: Any) -> Tensor:
         return medium.read({"bytes": content, "path": path})[0]
     try:
         content = read_file(file, MOST_BYTES) if isinstance(file, str) else file
-        stored = stock_file(content, medium, codecs=False)  # strangers' files meet no codec
+        stored = stock_file(content, medium, codecs=isinstance(file, str))  # strangers' files meet no codec
     except (Fault, UnreadableError) as error:
         name = file if isinstance(file, str) else "the file"
         raise UnreadableError(f"{name}: {error.detail if isinstance(error, Fault) else error}") from error

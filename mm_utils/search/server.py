@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found[1] == "image":
             return "image/jpeg", searcher.stored(row, "thumbnail")
         with self.server.decoding:
-            return "image/jpeg", searcher.large(row)
+            return ("image/webp" if searcher.info.medium == "clip" else "image/jpeg"), searcher.large(row)
 
     def _hits(self, query: str | int | bytes) -> tuple[str, bytes]:
         """Return the hits of a text, a row or a file."""

@@ -138,8 +138,8 @@ class _Plan:
         self.todo = [place for place, row in enumerate(self.rows) if row is None]
         self.removed = len({*old["id"].to_pylist()} - {*listing.ids})
         logger.info(
-            "%d %ss: %s to embed, %s unchanged; %s removed",
-            len(self.rows),
+            "%s %ss: %s to embed, %s unchanged; %s removed",
+            f"{len(self.rows):,}",
             info.medium,
             f"{len(self.todo):,}",
             f"{len(self.rows) - len(self.todo):,}",

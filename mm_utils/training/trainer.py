@@ -32,6 +32,7 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import remove_unfinished, set_aside, step_of
 from mm_utils.checkpointing.state import TrainingState, comparable
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room, remove_old_checkpoints
+from mm_utils.data.batches.tokens import fingerprint
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import Evaluate, in_turn, keep_weights
 from mm_utils.files import append_rows, truncate_rows
@@ -40,10 +41,12 @@ from mm_utils.reliability.signals import Interruption
 from mm_utils.training.arguments import METRICS_FILE, NONFINITE_FILE, OptimizerArguments, TrainingArguments
 from mm_utils.training.callbacks import CallbackRunner
 from mm_utils.training.objective_cache import prepare, unsharded
-from mm_utils.training.stages import HEAD, Stage, evaluations, stages_of
+from mm_utils.training.stages import ENCODERS, HEAD, Stage, evaluations, stages_of
 from mm_utils.training.step import TrainStep
 
 logger = logging.getLogger(__name__)
+
+_MANY = 128  # pairs of a process, whose activations may take gigabytes
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class Trainer:
         self.signals = Interruption()
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
         self.flags = comparable(training.flags)
+        if "validation" in data.splits:  # evaluations of other rows are not compared
+            self.flags["the validation split"] = fingerprint(data.splits["validation"])
         self.captured = TrainingState(accelerator, self.output_dir, data.processor, objective, self.optimizer)
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
         self._evaluated_step = -1
@@ -215,6 +220,20 @@ class Trainer:
             self.step.nonfinite.count = distributed.on_first(self.step.nonfinite.written)  # by the stages before
         if self.args.save_steps > 0:
             check_room(self.output_dir, self.captured.nbytes)
+        pairs = self.sizes.sizes[-1] // self.accelerator.num_processes
+        trains_encoders = any(name.startswith(ENCODERS) for name in self.stage.trains)
+        if (
+            self.accelerator.device.type == "cpu"
+            and not self.args.micro_batch_size
+            and trains_encoders
+            and pairs >= _MANY
+        ):
+            logger.warning(
+                "A step takes %d pairs at once on this CPU, and a system that lacks the memory kills the run without a word. If it "
+                "does, give --micro_batch_size %d, which learns the same in a third more time",
+                pairs,
+                _MANY // 4,
+            )
         self.callbacks.call("on_train_begin")
         if known and self.args.keeps_best and resume_from is None:
             self.state.log_history.append({"step": self.stage.begin, **known})

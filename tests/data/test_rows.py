@@ -127,6 +127,13 @@ def test_of_several_columns_of_captions_or_images_the_one_that_is_read_is_named(
     assert re.search("the caption is the column sentence; .*alt .*--caption_column", caplog.text)
 
 
+def test_the_columns_that_are_read_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tell_once.cache_clear()
+    with caplog.at_level("INFO"):
+        read(listed(folder, {"sku": "7", "file": "a.jpg", "title": "a cup"}))
+    assert "; read are the columns of image file, caption title; there is no id, so paths are the ids" in caplog.text
+
+
 def test_a_column_of_splits_of_another_name_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, value, told in (("subset", "Train", True), ("split", "test", False), ("kind", "photo", False)):
         caplog.clear()

@@ -265,7 +265,7 @@ def test_all_parts_of_a_split_are_read_and_another_split_is_named(
     ("flags", "message"),
     [
         ({}, "--streaming is set; the embedded scenes have no shards"),
-        ({"train_file": "no/such-*.tar"}, r"shard no/such-\*.tar cannot be opened .* Check its address"),
+        ({"train_file": "no/such-*.tar"}, r"shard no/such-\*.tar cannot be opened .* Check the path"),
         ({"train_file": "pairs.jsonl"}, "pairs.jsonl cannot be streamed, only .parquet"),
         ({"train_file": "a.tar", "image_root": "x"}, "--image_root is x; images are read from the shards"),
         ({"train_file": "a.tar", "image_column": "x"}, "image_column=x; the format webdataset does not read that"),

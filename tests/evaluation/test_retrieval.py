@@ -17,7 +17,7 @@ from mm_utils.evaluation import retrieval
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, embed_split, image_shares
 from mm_utils.evaluation.metrics import summarise_ranks
-from mm_utils.evaluation.recall_gain import BEFORE, recall_gained
+from mm_utils.evaluation.recall_gain import BEFORE, CLOSED_FORM, recall_gained
 from mm_utils.evaluation.reranking import Listed, fit_weights, rank_directions
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn, keep_weights
 from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
@@ -132,6 +132,13 @@ CASES = [
         0,
         r"before training, by chance 0.\d+; nothing later was better: training added nothing, and the model",
     ),
+    (
+        200,
+        CLOSED_FORM,
+        0.8,
+        0,
+        r"by the closed form, by chance 0.\d+; nothing later .* the closed form is saved as it was\.",
+    ),
     (200, 0.8, 1.6, 9, r"after: -0\.\d{3} ± 0\.\d{3}: training lost\. Lower"),
     (29, 1.6, 0.8, 9, r"^mean recall 0\.\d{3} ± 0\.\d{3}, by chance 0\.\d{3}\.$"),
 ]
@@ -140,9 +147,19 @@ CASES = [
 @pytest.mark.parametrize(("images", "before", "after", "saved", "said"), CASES)
 @pytest.mark.parametrize("is_paired", [True, False])
 def test_a_gain_is_stated_beside_its_noise(
-    images: int, before: float | None, after: float, saved: int | None, said: str, is_paired: bool, tmp_path: Path
+    images: int,
+    before: float | str | None,
+    after: float,
+    saved: int | None,
+    said: str,
+    is_paired: bool,
+    tmp_path: Path,
 ) -> None:
     evaluator = RetrievalEvaluator()
+    name = None if before is None else BEFORE
+    if isinstance(before, str):  # of the same noise
+        name = before
+        before = after
     rows = []
     evaluator.split = noisy(images, after)
     evaluator.directions = rank_directions(evaluator.split)
@@ -158,7 +175,7 @@ def test_a_gain_is_stated_beside_its_noise(
         tmp_path / "metrics.jsonl",
         "image",
         is_paired=is_paired,
-        start_name=None if before is None else BEFORE,
+        start_name=name,
     )
     assert re.search(said, found.sentence), found.sentence
 

@@ -1,6 +1,7 @@
 """Every command and every line of code that a run prints or writes runs as pasted; its figures and pictures are those measured."""
 
 import importlib
+import json
 import logging
 import os
 import random
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import pytest
@@ -135,6 +136,17 @@ def test_the_images_of_the_run_are_embedded_and_searched(
     table = capsys.readouterr().out
     assert len(table.splitlines()) > 50  # copies are folded
     assert " ".join(parsed(search)[1][-1].split()) in table
+
+
+def test_the_command_of_a_card_took_the_first_step(tmp_path: Path) -> None:
+    """Neither one that failed before, nor one that resumed the run."""
+    started = [("has a typo", None), ("ended", 0), ("overwrites", 0), ("resumes", 5), ("this one", 9)]
+    starts = [
+        {"command": f"pretrain.py {what}"} | ({} if step is None else {"resumed_from": step}) for what, step in started
+    ]
+    (tmp_path / "environment.json").write_text(json.dumps(starts))
+    run: Any = SimpleNamespace(output_dir=tmp_path, name="pretrain")
+    assert finish._first_command(run, []).endswith(" pretrain.py overwrites")
 
 
 def test_the_code_of_the_card_names_no_folder_of_the_machine_and_runs_with_its_path(

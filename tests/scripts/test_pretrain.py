@@ -122,6 +122,10 @@ def test_a_run_is_not_resumed_with_other_images_or_words(tiny_flags, tmp_path, m
     with pytest.raises(ValueError, match=r"images was .* and is"):
         pretrain.main([*again, "--output_dir", str(tmp_path / "again")])
     write_corpus(tmp_path / "data")
+    with pytest.raises(
+        ValueError, match=r"validation split was .* and is"
+    ):  # whose figures would be compared with others
+        pretrain.main([*again, "--max_eval_samples", "2", "--output_dir", str(tmp_path / "again")])
     words = json.loads((tmp_path / "run/tokenizer.json").read_text())
     vocabulary = words["model"]["vocab"]
     names = sorted(name for name in vocabulary if name[0] not in "[#")

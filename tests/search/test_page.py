@@ -87,7 +87,7 @@ def test_a_text_is_asked_by_keys_alone_and_re_ranking_is_told(visit: Visit, page
     expect(visit.tab.locator("#hits img").first).not_to_have_js_property("naturalWidth", 0)
     expect(visit.tab.get_by_role("searchbox")).to_have_value("a green square")
     assert visit.tab.title() == "a green square – Search images"
-    scores = (("similarity", hits[0].score), ("re-ranked", hits[0].reranked))
+    scores = (("score", hits[0].score), ("re-ranked", hits[0].reranked))
     said = "1: " + ", ".join(f"{name} {score:.2f}" for name, score in scores)
     expect(visit.tab.locator(".scores").first).to_have_text(said)
     visit.tab.locator(".similar").first.focus()

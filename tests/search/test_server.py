@@ -57,6 +57,11 @@ def test_sounds_and_clips_are_played(medium: str, tmp_path: Path) -> None:
     assert (found.headers["content-type"], found.body) == (kind, media[0])
     if medium == "sound":
         assert site.ask("/search?k=3", "POST", media[1]).json["own"][0]["row"] == 1
+    else:
+        moving = site.ask("/large/0")
+        assert moving.headers["content-type"] == "image/webp"
+        with Image.open(io.BytesIO(moving.body)) as film:
+            assert (film.n_frames, film.info["loop"]) == (2, 0)
     wrong = site.ask("/search", "POST", b"<script>")
     assert (wrong.status, f"The {medium} cannot be read" in wrong.json["error"]) == (400, True)
     assert next(running, None) is None

@@ -124,7 +124,7 @@ class Image(Medium):
         *(".ppm", ".pgm", ".avif", ".heic", ".heif", ".jp2"),
     )
     names: ClassVar[tuple[str, ...]] = (
-        *("image", "image_path", "image_file", "filepath", "file_path", "file_name", "filename", "path"),
+        *("image", "image_path", "image_file", "filepath", "file_path", "file_name", "filename", "path", "file"),
         *("img", "img_path", "picture", "photo", "jpg", "jpeg", "png", "webp"),
     )
     holders = ("image",)

@@ -125,7 +125,7 @@ def reconcile(
     found.duplicates["merged_files"] = ""
     if others:
         found.duplicates["merged_files"] = (
-            f"{len(others):,} rows were merged into an earlier one whose file is the very same, though names and captions differ, such as "
+            f"{len(others):,} row{'s were' if len(others) > 1 else ' was'} merged into an earlier one whose file is the very same, though names and captions differ, such as "
             f"{' and '.join(_names(facts, others[0]))}; look for a placeholder."
         )
     places = {split: np.flatnonzero(keep_N & (split_N == number)) for number, split in enumerate(SPLITS)}

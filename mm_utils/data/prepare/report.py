@@ -3,6 +3,7 @@
 Captions, ids and file names come from strangers: all show them as text, never as Markdown, HTML or a formula.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -169,7 +170,8 @@ def describe(summary: Summary, folder: str) -> str:
         reasons = ", ".join(f"{reason} {part['count']:,}" for reason, part in summary["quarantined"].items())
         lines.append(f"Set aside, see {folder}/quarantine.jsonl: {reasons}")
     lines += [*_look_first(summary), f"Look at {folder}/report.md"]
-    words = ["--dataset_name", folder, "--output_dir", f"outputs/{Path(folder).name}"]
+    own = (f"outputs/{Path(folder).name}{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
+    words = ["--dataset_name", folder, "--output_dir", next(path for path in own if not Path(path).exists())]
     lines.append(f"Train on it: {launch_command('pretrain', words)}")
     return "\n  ".join([f"{folder}:", *lines])
 
@@ -387,7 +389,7 @@ def write_data_card(folder: Path, name: str, pairs: DatasetDict, summary: Summar
         configs=[{"config_name": "default", "data_files": files}],
         **columns,
     )
-    terms = "Images and captions belong to their authors."
+    terms = f"{kind.capitalize()}s and captions belong to their authors."
     report = (folder / "report.md").read_text(encoding="utf-8").partition("\n")[2].strip()
     parts = [
         f"---\n{front.to_yaml()}\n---",

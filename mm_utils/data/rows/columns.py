@@ -40,7 +40,7 @@ LABEL_NAMES = [
 ]
 TEXT_NAMES = ["question", "hypothesis", "query", *USUAL_NAMES["caption"]]  # of the text of a labelled row
 MEDIUM_NAMES = {kind: medium.names for kind, medium in MEDIA.items()}
-_ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path")  # columns of files of any kind
+_ANY_FILE = ("filepath", "file_path", "file_name", "filename", "path", "file")  # columns of files of any kind
 _IMAGE_NAMES = [name for name in Image.names if name not in _ANY_FILE]
 NEGATIVES = "negatives"
 BESIDE = ("regions", NEGATIVES)  # columns that a row may have under these names alone
@@ -50,7 +50,7 @@ HOLDOUT_FRACTION = 0.05
 HOLDOUT_LEAST = 30
 HOLDOUT_MOST = 2000
 _LISTED = 40  # columns that a message names
-JOIN_FRAMES = "Join the frames of each row into a video (ffmpeg -framerate 4 -i %04d.jpg a.mp4), and name that file."
+JOIN_FRAMES = "Join the frames of each row into a video, as docs/media.md#frames shows, and name that file."
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ def find_columns(
     key = find_column("id_column", names, title, wanted.id, USUAL_NAMES["id"])
     key = None if wanted.labelled or key == image else key
     classes = tuple(labels.get(str(label), ()))
+    tell_read({medium: image, "caption": template or caption, "label": label if wanted.labelled else None, "id": key}, title)
     return Columns(image, caption, key, medium, wanted.template, group, wanted.labelled, label, classes)
 
 
@@ -200,6 +201,13 @@ def find_column(option: str, names: Sequence[str], title: str, wanted: str | Non
 def tell_once(message: str, level: int = logging.WARNING) -> None:
     """Log a warning, or at another level, the first time."""
     logger.log(level, "%s", message)
+
+
+def tell_read(columns: Mapping[str, str | None], title: str) -> None:
+    """Log, once, which columns are read, and that there is no id."""
+    read = ", ".join(f"{kind} {column}" for kind, column in columns.items() if column is not None)
+    without = "" if columns["id"] else "; there is no id, so paths are the ids"
+    tell_once(f"{title}; read are the columns of {read}{without}", logging.INFO)
 
 
 def tell_others(kind: str, read: str | None, names: Iterable[str], usual: Sequence[str]) -> None:

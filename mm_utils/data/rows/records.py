@@ -255,8 +255,9 @@ def image_path(value: Any, jail: Jail) -> str:
     if is_null(value):
         raise Fault("image_empty", "the cell of the image is empty")
     if not isinstance(value, str):
-        remedy = f". {JOIN_FRAMES.rstrip('.')}" if isinstance(value, (list, tuple)) else ""
-        raise Fault("bad_path", f"image is a {type(value).__name__}, not a path{remedy}")
+        if isinstance(value, (list, tuple)):
+            raise Fault("list_of_frames", f"a list of {len(value)}")
+        raise Fault("bad_path", f"image is a {type(value).__name__}, not a path")
     if is_url(value):
         raise Fault("url_not_allowed", f"{value[:200]} is an address, not a path")
     return jail.resolve(value)

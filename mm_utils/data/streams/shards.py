@@ -91,7 +91,7 @@ def _ask(question: Callable[[str], Any], url: str, title: str = "shard {} cannot
     try:
         return retry(lambda: question(url), _may_pass, _PAUSES)
     except Exception as error:  # every store has its own
-        advice = "Check its address, the credentials and the connection."
+        advice = "Check its address, the credentials and the connection." if "://" in url else "Check the path."
         raise ValueError(f"{title.format(url)} ({one_line(error)}). {advice}") from error
 
 

@@ -113,7 +113,7 @@ def parse_grid(text: str | None) -> dict[str, list[str]]:
     for part in text.split(";") if text is not None else ():
         name, _, listed = part.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
-        values = [value.strip() for value in listed.split(",")]
+        values = [value.strip() for value in listed.split("|" if "|" in listed else ",")]
         if not name.isidentifier() or name in grid or "" in values or len(set(map(_slug, values))) < len(values):
             raise ValueError(
                 f"--tune is {text}; '{part}' is not a new flag with different values. Write e.g. learning_rate=1e-4,3e-4."

@@ -34,6 +34,7 @@ def test_a_command_line() -> None:
         "rate": ["1e-4", "3e-4"],
         "global_batch_size": ["64"],
     }
+    assert parse_grid("objectives=a:1|a:1,b:1") == {"objectives": ["a:1", "a:1,b:1"]}
     assert trial_name({"rate": "1e-4", "dataset_name": "data/mine"}) == "rate-1e-4_dataset_name-data-mine"
     command = Command("/s/pretrain.py", ("--output-dir=top", "--output_dir", "one", "--output", "two"), "/s", "", "")
     assert command.value_of("output_dir") == "one"

@@ -419,6 +419,9 @@ def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> se
     for name in sorted(of_class, key=lambda name: (-len(of_class[name]), name)):
         if not sizes[name] and len(of_class[name]) > 1 and sum(sizes.values()) < 2 * count:
             sizes[name] = 1
+    missing = max(0, count - sum(sizes.values()))  # by rounding down
+    for name in sorted(of_class, key=lambda name: (-(count * len(of_class[name]) % len(ids)), name))[:missing]:
+        sizes[name] += len(of_class[name]) > sizes[name] + 1
     if not any(sizes.values()):  # every class has one
         return set(heapq.nsmallest(count, ids, key=_hash))
     return {each for name, inside in of_class.items() for each in heapq.nsmallest(sizes[name], inside, key=_hash)}

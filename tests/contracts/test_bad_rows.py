@@ -151,7 +151,7 @@ REFUSED = [  # file, content (None: there is none), keys and flags, the message
     ("a.jsonl", LINES, ",caption_column=captoin", "Did you mean 'caption'? The columns are"),
     ("a.csv", b"image,words\n0.png,a dog\n", "", "image, words. Write it behind the path: ,caption_column=NAME."),
     ("a.jsonl", FRAMES, "", "no image column was recognised. The columns are: frames, caption. A list of frames is not read. Join the"),
-    ("a.jsonl", FRAMES, ",image_column=frames", "image is a list, not a path. Join the frames of each row into a video"),
+    ("a.jsonl", FRAMES, ",image_column=frames", "Frames are no medium by themselves. Join those of each row into a video"),
     ("a.json", b'[{"id": 1, "annotations": [], "data": {"image": "0.png"}}]', "", "Label Studio's full export: export JSON-MIN"),
     ("a.csv", b"image,caption,caption\n", "", "two columns caption; only one can be read. Rename one"),
     ("a.parquet", b"PAR1" + bytes(50), "", "cannot be read as Parquet"),

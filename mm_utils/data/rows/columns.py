@@ -22,7 +22,7 @@ from datasets import Dataset
 from mm_utils.data.arguments import SPLIT_NAMES, SPLITS
 from mm_utils.data.faults import Fault, excerpt, first_repeated, storable
 from mm_utils.data.media.medium import MEDIA, Image
-from mm_utils.text import shortened
+from mm_utils.text import printable, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def tell_read(columns: Mapping[str, str | None], title: str) -> None:
     """Log, once, which columns are read, and that there is no id."""
     read = ", ".join(f"{kind} {column}" for kind, column in columns.items() if column is not None)
     without = "" if columns["id"] else "; there is no id, so paths are the ids"
-    tell_once(f"{title}; read are the columns of {read}{without}", logging.INFO)
+    tell_once(printable(f"{title}; read are the columns of {read}{without}"), logging.INFO)
 
 
 def tell_others(kind: str, read: str | None, names: Iterable[str], usual: Sequence[str]) -> None:

@@ -132,6 +132,7 @@ class TrainingState:
         before |= {**settings(type(self.model.config).from_pretrained(path)), **run["identity"]}
         now = {name: flags[name] for name in both}
         now |= {**settings(self.model.config), **identity}
+        before.setdefault("validation split", now.get("validation split"))  # an earlier version recorded none
         changed = ", ".join(
             f"{name} was {_shown(before.get(name))} and is {_shown(now.get(name))}"
             for name in before | now

@@ -31,7 +31,7 @@ class TrainingData:
     """The tokenised splits of a run, with the order of training and the loaders.
 
     Attributes:
-        identity: the fingerprint of the training data and the settings that affect batch order; a resumed run must have the
+        identity: the fingerprints of the rows and the settings that affect batch order; a resumed run must have the
             same.
         eval_batch_size: images per process and forward pass in evaluation.
         total_rows: the rows of every split before `--max_train_samples` and `--max_eval_samples`.
@@ -157,6 +157,8 @@ def make_data(
     order = GlobalOrder(len(rows), sizes, schedule.seed)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}
     identity = {"data": fingerprint(rows), **loaders.content(rows, processor.tokenizer)}
+    if "validation" in splits:
+        identity["validation split"] = fingerprint(splits["validation"])
     found = TrainingData(splits, processor, loaders, order, identity, total_rows=total)
     logger.info("%s", found)
     return found

@@ -32,7 +32,6 @@ from mm_utils import distributed
 from mm_utils.checkpointing.files import remove_unfinished, set_aside, step_of
 from mm_utils.checkpointing.state import TrainingState, comparable
 from mm_utils.checkpointing.writer import MOST_FAILURES, CheckpointWriter, check_room, remove_old_checkpoints
-from mm_utils.data.batches.tokens import fingerprint
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import Evaluate, in_turn, keep_weights
 from mm_utils.files import append_rows, truncate_rows
@@ -115,8 +114,6 @@ class Trainer:
         self.signals = Interruption()
         self.identity = {"seed": args.seed, "batch sizes": str(self.sizes), **data.identity}
         self.flags = comparable(training.flags)
-        if "validation" in data.splits:  # evaluations of other rows are not compared
-            self.flags["the validation split"] = fingerprint(data.splits["validation"])
         self.captured = TrainingState(accelerator, self.output_dir, data.processor, objective, self.optimizer)
         self.writer = CheckpointWriter(self.output_dir, args.save_total_limit)
         self._evaluated_step = -1

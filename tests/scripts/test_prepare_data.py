@@ -76,7 +76,7 @@ def test_groups_that_no_share_divides_and_files_that_are_one_image_are_said(
         load_pairs(DataArguments(dataset_name=flags[3]))
     for said in (
         "1 rows of pairs.jsonl have no value in its group_column",
-        "1 rows were merged into an earlier one whose file is the very same, though names and captions differ, such as 1.jpg and 0.jpg",
+        "1 row was merged into an earlier one whose file is the very same, though names and captions differ, such as 1.jpg and 0.jpg",
         "no validation split, and training will hold out 7 images of train; the rows are in 2 groups of equal images or of group_column",
         "rows of one group may now be in train and held out",
     ):

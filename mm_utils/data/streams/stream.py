@@ -35,7 +35,7 @@ from mm_utils.data.batches.dataset import Batch, Collator, Example
 from mm_utils.data.batches.loaders import DeviceLoader, Loaders, make_loaders
 from mm_utils.data.batches.order import replacement_rows
 from mm_utils.data.batches.sizes import BatchSizes
-from mm_utils.data.batches.tokens import tokenize_rows, tokenize_splits
+from mm_utils.data.batches.tokens import fingerprint, tokenize_rows, tokenize_splits
 from mm_utils.data.batches.workers import worker_loader
 from mm_utils.data.faults import REASONS
 from mm_utils.data.paths import SHARDS, shard_kind
@@ -251,6 +251,7 @@ def open_streamed(
     processor.tokenizer.model_max_length = args.max_seq_length  # as `make_data` does
     loaders = make_loaders(args, accelerator.device, processor, readers)
     identity = {"data": stream.fingerprint, **loaders.content(None, processor.tokenizer)}
+    identity["validation split"] = fingerprint(splits["validation"])
     total = {"train": stream.order.num_rows, "validation": len(stream.validation)}
     order: Any = stream.order
     data = StreamedData(splits, processor, loaders, order, identity, total_rows=total, stream=stream)

@@ -39,11 +39,12 @@ from mm_utils.checkpointing.state import (
     optimizer_tensors,
 )
 from mm_utils.checkpointing.writer import CheckpointWriter, remove_old_checkpoints
-from mm_utils.distributed import RunError, full_tensor
+from mm_utils.distributed import RunError
 from mm_utils.files import changed_since_sums, sha256
 from mm_utils.model import adapt
 from mm_utils.model.adapt import add_adapters, load_weights
 from mm_utils.objectives.objective import JointObjective
+from mm_utils.sharding import full_tensor
 from mm_utils.training.arguments import OptimizerArguments
 from mm_utils.training.optim import build_optimizer
 from scripts import verify_checkpoints

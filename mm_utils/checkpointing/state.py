@@ -25,12 +25,13 @@ from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin, Trai
 from transformers.utils import flatten_dict
 
 from mm_utils.checkpointing.files import STATE_FILE
-from mm_utils.distributed import RunError, full_tensor, on_first, shard_like
+from mm_utils.distributed import RunError, on_first
 from mm_utils.files import SUMS_FILE, read_json, readable, write_json
 from mm_utils.model.adapt import load_weights, merged, save_adapters
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
 from mm_utils.model.stock import stock_processor, to_dual_encoder
 from mm_utils.objectives.objective import Objective
+from mm_utils.sharding import full_tensor, shard_like
 from mm_utils.text import without_secrets
 
 logger = logging.getLogger(__name__)

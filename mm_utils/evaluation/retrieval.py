@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from mm_utils.distributed import full_tensor
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import Embeddings, embed_split
 from mm_utils.evaluation.metrics import helps, mean_recall, retrieval_metrics, spread
@@ -27,6 +26,7 @@ from mm_utils.evaluation.reranking import (
     with_voices,
 )
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.sharding import full_tensor
 from mm_utils.text import own_name
 
 logger = logging.getLogger(__name__)

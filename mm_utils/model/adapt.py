@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from mm_utils.distributed import load_full_weights
 from mm_utils.model.fusion import on_gpu
 from mm_utils.model.join import probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, image_backbone, input_shape, is_trained
+from mm_utils.sharding import load_full_weights
 
 logger = logging.getLogger(__name__)
 

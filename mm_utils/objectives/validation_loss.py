@@ -12,6 +12,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.contrastive import InfoNCE, PairwiseSigmoid
 from mm_utils.objectives.losses import GlobalBatch
 from mm_utils.objectives.terms import Encoded, Term
+from mm_utils.sharding import full_tensor
 
 
 class ValidationLoss:
@@ -43,10 +44,10 @@ class ValidationLoss:
         first_M = split.rows_M.new_zeros(images).scatter_reduce(0, split.owner_T, captions, "amin", include_self=False)
         captions_T = captions if split.text_key_T is None else split.text_key_T
         ids_M2 = torch.stack([split.image_key_M, captions_T[first_M]], 1)
-        scale = distributed.full_tensor(model.logit_scale.detach()).float().exp().squeeze()
+        scale = full_tensor(model.logit_scale.detach()).float().exp().squeeze()
         bias = None
         if model.logit_bias is not None:
-            bias = distributed.full_tensor(model.logit_bias.detach()).float().squeeze()
+            bias = full_tensor(model.logit_bias.detach()).float().squeeze()
         order_M = torch.randperm(images, generator=torch.Generator().manual_seed(0)).to(first_M.device)
         size = min(self.batch_size, images)
         world = distributed.world_size()

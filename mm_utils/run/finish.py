@@ -202,7 +202,6 @@ def run_card(trained: Trained, argv: Sequence[str] | None, **values: Any) -> Car
     accelerator = trained.run.accelerator
     defaults = trained.given.defaults
     trained_on = run.settings.get("dataset_name")
-    size = trained.data.order.sizes.sizes[-1]
     return CardInfo(
         name=run.output_dir.resolve().name,
         dataset_name=next((run.settings[name] for name in SOURCES if run.settings.get(name)), "The embedded scenes"),
@@ -213,16 +212,12 @@ def run_card(trained: Trained, argv: Sequence[str] | None, **values: Any) -> Car
             name: value
             for name, value in run.settings.items()
             if value is not None and (value != defaults.get(name) or name in trained.given.named)
-        }
-        | (
-            {"global_batch_size": f"{size}, all rows of train"}
-            if size < (run.settings["global_batch_size"] or 0)
-            else {}
-        ),
+        },
         environment={
             "hardware": device_name(accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),
             "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
             "processes": accelerator.num_processes,
+            "pairs a step": trained.data.order.sizes.sizes[-1],  # at most all rows
         },
         base_models=[base for base in dict.fromkeys(_bases(trained)) if base and not Path(base).exists()],
         **values,

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mm_utils import distributed
 from mm_utils.objectives.grad_cache import backward_that_fits
 from mm_utils.reliability.skipped import NonfiniteSteps
+from mm_utils.sharding import full_tensor
 from mm_utils.training.arguments import NONFINITE_FILE, OptimizerArguments, TrainingArguments
 from mm_utils.training.optim import BATCH_EXPONENT, schedule
 from mm_utils.training.stages import Stage
@@ -71,7 +72,7 @@ class TrainStep:
             self._settle_order(batch)
         report = self._backward(batch, step)
         norm = self._clip(self.optimizer_args.max_grad_norm or math.inf)
-        report["grad_norm"] = distributed.full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
+        report["grad_norm"] = full_tensor(torch.as_tensor(norm))  # a sharded one of FSDP2
         scaler = self.accelerator.scaler
         # The one place of a step where the host waits for its device.
         if self.nonfinite.may_move(step, report, batch["image_ids"]):

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 
 from mm_utils import distributed
-from mm_utils.distributed import RunError, full_tensor
+from mm_utils.distributed import RunError
 from mm_utils.objectives.grad_cache import backward
 from mm_utils.run.start import run_script
+from mm_utils.sharding import full_tensor
 from mm_utils.training import objective_cache as backends
 from mm_utils.training.objective_cache import configure_deepspeed, configure_fsdp
 from scripts import pretrain

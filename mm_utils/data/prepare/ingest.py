@@ -112,9 +112,8 @@ Pool = Callable[[int], Executor]
 def local_pool(workers: int) -> Executor:
     """Return processes of this machine; forked ones need not import anything again, which would take longer than a small set."""
     if workers == 1:  # a fork beside threads may hang
-        return ThreadPoolExecutor(
-            1, initializer=torch.set_num_threads, initargs=(1,)
-        )  # small resizes: threads only spin
+        # torch's own threads only spin, as the images are small.
+        return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
     context = multiprocessing.get_context("fork")
     return ProcessPoolExecutor(workers, context, _set_up_worker)
 

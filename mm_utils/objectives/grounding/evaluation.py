@@ -28,6 +28,7 @@ from mm_utils.evaluation.metrics import mean_interval
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.objectives.grounding.regions import RegionReader, regions_of
 from mm_utils.objectives.terms import Evaluator
+from mm_utils.sharding import full_tensor
 
 GRID = 40  # steps of the best fixed span
 
@@ -87,7 +88,7 @@ class MomentEvaluator(PointingEvaluator):
 
     def judge(self, model: FusionDualEncoderModel, cosine_Rhw: Tensor, boxes: Tensor) -> Tensor:
         """Return the true span of each phrase and the one found, `[R, 4]`."""
-        scale = distributed.full_tensor(model.logit_scale.detach()).float().exp()
+        scale = full_tensor(model.logit_scale.detach()).float().exp()
         found_R2 = fit_span((scale * cosine_Rhw[:, 0]).softmax(1))
         return torch.cat([boxes[:, ::2].double(), found_R2.double()], 1)
 

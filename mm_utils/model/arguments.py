@@ -235,8 +235,9 @@ def check_reads(name: str, reads: Sequence[str], medium: str) -> None:
     """Raise ValueError if a whole model does not read the medium of the data."""
     if medium not in reads:
         raise ValueError(
-            f"--model_name_or_path is {name}; it reads {'s or '.join(reads)}s, and the data are {medium}s. Choose another "
-            "model."
+            f"--model_name_or_path is {name}; it reads {'s or '.join(reads)}s, and the data are {medium}s. Choose a model of {medium}s or, "
+            "for clips, one of images as transformers saves it, such as a run's dual_encoder/; or two encoders by "
+            "--vision_model_name_or_path and --text_model_name_or_path."
         )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, try_to_load_from_cache
 from torch import nn
 from transformers import (
     MODEL_MAPPING,
@@ -169,7 +170,8 @@ def explained(what: str, name: str) -> Iterator[None]:
                 f"{what}; its weights have other shapes than its config.json says, as the table above shows. Take the "
                 "config.json that they were saved with."
             ) from error
-        if "couldn't connect" in str(error) and not Path(name).is_dir():
+        is_away = not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str)
+        if is_away and ("couldn't connect" in str(error) or constants.HF_HUB_OFFLINE):
             raise ValueError(
                 f"{what}; it is not on this machine, and the Hub cannot be reached. Give the path of a folder that holds a copy."
             ) from error

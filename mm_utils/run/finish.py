@@ -107,6 +107,8 @@ def retrieval_card(trained: Trained, split: Embeddings, gain: Gain, argv: Sequen
     losses = f"the {markdown_text(listed(terms))} loss{'es' * (len(terms) > 1)}"
     head = ", and a cross-attention fusion head that re-ranks the best candidates" if has_fusion else ""
     about = f"{describe_towers(trained, model)}, trained with {losses}{head}: {describe_sizes(trained, model)}."
+    if gain.saved_step == 0:
+        about += " No step was better than the start, which is what is saved."
     dual_encoder = AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else ""
     return run_card(
         trained,
@@ -212,6 +214,7 @@ def run_card(trained: Trained, argv: Sequence[str] | None, **values: Any) -> Car
             name: value
             for name, value in run.settings.items()
             if value is not None and (value != defaults.get(name) or name in trained.given.named)
+            if name != "resume_from_checkpoint"  # the command is that of the first start
         },
         environment={
             "hardware": device_name(accelerator.device).replace("cpu", f"CPU, {os.cpu_count()} cores"),

@@ -231,7 +231,9 @@ def paired_features(
         ValueError: if no image can be decoded.
     """
     logger.info(
-        "Projections are fitted in closed form to %s training images", f"{min(images, len(data.splits['train'])):,}"
+        "Projections are fitted in closed form to %s training %ss",
+        f"{min(images, len(data.splits['train'])):,}",
+        data.medium,
     )
     device = accelerator.device
     config = model.config

@@ -131,7 +131,7 @@ def test_the_columns_that_are_read_are_told(folder: Path, caplog: pytest.LogCapt
     tell_once.cache_clear()
     with caplog.at_level("INFO"):
         read(listed(folder, {"sku": "7", "file": "a.jpg", "title": "a cup"}))
-    assert "; read are the columns of image file, caption title; there is no id, so paths are the ids" in caplog.text
+    assert "; read are the columns of image file, caption title; there is no id (id_column= names one), so paths are the ids" in caplog.text
 
 
 def test_a_column_of_splits_of_another_name_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -115,12 +115,13 @@ def test_a_table_that_grows_is_prepared_over_its_set_and_known_images_keep_their
     main([*flags, "--overwrite", "--test_fraction", "0.2"])  # the first time there is none
     first = splits()
     rows = write_source(tmp_path / "raw", 120).read_text().splitlines()
+    rows[5] = rows[5].replace('"captions": ["', '"captions": ["changed ')
     Path(flags[1]).write_text("\n".join(rows[3:]))
     assert set(first.values()) == {"train", "validation", "test"}
     with caplog.at_level("INFO"):
         main([*flags, "--overwrite", "--validation_fraction", "0.5"])  # other shares: of the new images alone
     assert {name: split for name, split in splits().items() if name in first}.items() <= first.items()
-    counts = {"rows": 40, "new": 80, "gone": 3, "kept": 37, "moved": 0}
+    counts = {"rows": 40, "new": 80, "gone": 3, "kept": 37, "changed": 1, "moved": 0}
     assert report_of(Path(flags[3]))["overwritten"] == counts
     assert "80 are new, 3 gone, 37 kept" in caplog.text
     assert {path.name for path in tmp_path.iterdir()} == {"raw", "out"}

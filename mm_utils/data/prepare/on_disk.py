@@ -98,12 +98,13 @@ def open_prepared(name: str, title: str, allow_outside: bool = False) -> Dataset
 
 
 def earlier_rows(folder: str) -> pa.Table:
-    """Return `id`, `image_hash` and `split` of all rows of a prepared data set, those of the test split first; none where there is none."""
-    tables = [pa.table({name: pa.array([], pa.string()) for name in ("id", "image_hash", "split")})]
+    """Return `id`, `image_hash`, `content_id` and `split` of all rows of a prepared data set, those of the test split first; none where there is none."""
+    columns = ["id", "image_hash", "content_id"]
+    tables = [pa.table({name: pa.array([], pa.string()) for name in [*columns, "split"]})]
     if Path(folder).is_dir() and is_prepared(folder):
         pairs = open_prepared(folder, f"--output_dir is {folder}")
         for split in sorted(pairs, key=SPLITS.index, reverse=True):
-            rows = pairs[split].select_columns(["id", "image_hash"]).with_format("arrow")[:]
+            rows = pairs[split].select_columns(columns).with_format("arrow")[:]
             tables.append(rows.append_column("split", pa.array([split] * len(rows))))
     return pa.concat_tables(tables).combine_chunks()
 

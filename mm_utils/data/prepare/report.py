@@ -142,17 +142,23 @@ def measure(pairs: DatasetDict) -> tuple[Summary, Summary]:
 
 
 def compare(pairs: DatasetDict, earlier: pa.Table) -> dict[str, int]:
-    """Count the rows that are new, gone and kept since the `earlier_rows`, and those that are in another split."""
+    """Count the rows that are new, gone and kept since the `earlier_rows`, and of these the changed ones and those in another split."""
     before = earlier["split"].to_pylist()
+    contents = earlier["content_id"].to_pylist()
     kept: list[tuple[str, int]] = []
+    changed = 0
     for split, rows in pairs.items():
-        place_N = places_of(rows.select_columns(["id", "image_hash"]).with_format("arrow")[:], earlier)
-        kept += ((split, place) for place in place_N.tolist() if place >= 0)
+        own = rows.select_columns(["id", "image_hash", "content_id"]).with_format("arrow")[:]
+        for place, content in zip(places_of(own, earlier).tolist(), own["content_id"].to_pylist(), strict=True):
+            if place >= 0:
+                kept.append((split, place))
+                changed += content != contents[place]
     return {
         "rows": len(earlier),
         "new": sum(map(len, pairs.values())) - len(kept),
         "gone": len(earlier) - len({place for _, place in kept}),
         "kept": len(kept),
+        "changed": changed,
         "moved": sum(before[place] != split for split, place in kept),
     }
 
@@ -164,7 +170,7 @@ def describe(summary: Summary, folder: str) -> str:
     if before := summary.get("overwritten"):
         lines.append(
             f"Overwritten: {before['rows']:,} rows. {before['new']:,} are new, {before['gone']:,} gone, {before['kept']:,} kept, "
-            f"{before['moved']:,} of them in another split than before. Runs that have cached features cache them again."
+            f"{before['changed']:,} of them changed and {before['moved']:,} in another split than before. Runs that have cached features cache them again."
         )
     if summary["quarantined"]:
         reasons = ", ".join(f"{reason} {part['count']:,}" for reason, part in summary["quarantined"].items())
@@ -191,7 +197,7 @@ def write_report(folder: Path, pairs: DatasetDict, summary: Summary) -> None:
     opening = [
         f"**{_total(summary, 'images'):,} {kind}s with {_total(summary, 'captions'):,} captions** were kept from {rows:,} "
         f"rows of {_plural(len(summary['sources']), 'source')}.",
-        f"Set aside: {set_aside:,} rows or captions.",
+        f"Set aside: {set_aside:,} {'row or caption' if set_aside == 1 else 'rows or captions'}.",
         f"Merged: {_plural(summary['duplicates']['merged_rows'], 'row')} of equal {kind}s.",
         f"Copies across splits: {_plural(copies, kind)}; dropped: {_plural(dropped, 'row')}.",
     ]
@@ -280,7 +286,7 @@ def _splits_first(summary: Summary) -> list[str]:
         )
     if (images := splits.get("train", {"images": 0})["images"]) < _FEW_TRAINING:
         found.append(
-            f"The split train has {_plural(images, kind)}, few to train on: {_FEW_TRAINING} and more are better."
+            f"The split train has {_plural(images, kind)}, which is a beginning: {_FEW_TRAINING} and more are better."
         )
     if "validation" not in splits:
         held = f"training will hold out {_plural(count_held_out(images), kind)} of train"

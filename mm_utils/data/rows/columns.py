@@ -206,7 +206,7 @@ def tell_once(message: str, level: int = logging.WARNING) -> None:
 def tell_read(columns: Mapping[str, str | None], title: str) -> None:
     """Log, once, which columns are read, and that there is no id."""
     read = ", ".join(f"{kind} {column}" for kind, column in columns.items() if column is not None)
-    without = "" if columns["id"] else "; there is no id, so paths are the ids"
+    without = "" if columns["id"] else "; there is no id (id_column= names one), so paths are the ids"
     tell_once(printable(f"{title}; read are the columns of {read}{without}"), logging.INFO)
 
 

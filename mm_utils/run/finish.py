@@ -22,7 +22,7 @@ from mm_utils.data.media.pictures import picture
 from mm_utils.data.rows.columns import too_few
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.arguments import EvaluationArguments
-from mm_utils.evaluation.embeddings import Embeddings, right_items
+from mm_utils.evaluation.embeddings import right_items
 from mm_utils.evaluation.metrics import CUTOFFS
 from mm_utils.evaluation.recall_gain import BEFORE, CLOSED_FORM, Gain, recall_gained
 from mm_utils.evaluation.recall_table import independent_queries, recall_lines, retrieval_rows
@@ -51,6 +51,7 @@ from mm_utils.training.stages import Stage
 logger = logging.getLogger(__name__)
 
 SOURCES = ("dataset_name", "train_file")
+_LOOKED_AT = 50  # images of which one has the text that is searched for in the next commands
 _QUERIES = 6  # of the picture of examples
 _HITS = 5
 _WORDS = 12  # of a caption that stands for a text to search for
@@ -83,9 +84,12 @@ class Trained:
         return self.repository or str(folder.relative_to(here) if folder.is_relative_to(here) else folder.name)
 
 
-def retrieval_card(trained: Trained, split: Embeddings, gain: Gain, argv: Sequence[str] | None) -> CardInfo:
-    """Return the card of a pre-trained model; `split` are the embeddings of the last evaluation."""
+def retrieval_card(
+    trained: Trained, evaluator: RetrievalEvaluator, gain: Gain, argv: Sequence[str] | None
+) -> CardInfo:
+    """Return the card of a pre-trained model; `evaluator` is that of the last evaluation."""
     run = trained.run
+    split = evaluator.split
     model = trained.model
     data = trained.data
     medium = trained.data.medium
@@ -114,7 +118,7 @@ def retrieval_card(trained: Trained, split: Embeddings, gain: Gain, argv: Sequen
         trained,
         argv,
         about=f"{about} It finds {medium}s for a text and texts for {an(medium)}.",
-        usage=search_code(trained.name, medium, has_fusion, dual_encoder, example_text(data)),
+        usage=search_code(trained.name, medium, has_fusion, dual_encoder, example_text(data, evaluator)),
         medium=medium,
         table=(["recall among the first", *map(str, CUTOFFS)], retrieval_rows(shown, split, queries, medium, gain)),
         table_note=" ".join(filter(None, note)),
@@ -253,7 +257,7 @@ def finish_run(
             folder / "retrieval.png",
             reranks=_reranks(trained.model),
         ),
-        lambda: retrieval_card(trained, evaluator.split, gain, argv),
+        lambda: retrieval_card(trained, evaluator, gain, argv),
         lambda: _retrieval_summary(trained, evaluator, gain),
         without=() if _reranks(trained.model) else ("eval_rerank_mean_recall",),
     )
@@ -345,7 +349,7 @@ def _retrieval_summary(trained: Trained, evaluator: RetrievalEvaluator, gain: Ga
     return [
         *recall_lines(metrics, evaluator.split, trained.data.medium, held_out, gain),
         *(f"  {sentence_case(said)}" for said in (gain.sentence, describe_weights(model)) if said),
-        *closing_lines(trained, next_commands(trained)),
+        *closing_lines(trained, next_commands(trained, evaluator)),
     ]
 
 
@@ -360,7 +364,7 @@ def closing_lines(trained: Trained, commands: Sequence[str]) -> list[str]:
     ]
 
 
-def next_commands(trained: Trained) -> list[str]:
+def next_commands(trained: Trained, evaluator: RetrievalEvaluator) -> list[str]:
     """Return what measures, fine-tunes, embeds and searches; nothing after a stream, which training alone reads."""
     data = trained.data
     folder = trained.run.output_dir
@@ -373,14 +377,27 @@ def next_commands(trained: Trained) -> list[str]:
     index = f"{folder.resolve() if folder.name in ('', '..') else folder}-index"
     rows = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples"])
     words = ["--model_name_or_path", str(folder), *rows, "--index_dir", index]
-    found = ["--index_dir", index, "--query", example_text(data)]
+    found = ["--index_dir", index, "--query", example_text(data, evaluator)]
     return [*commands, launch_command("embed", words), launch_command("search", found, python())]
 
 
-def example_text(data: TrainingData) -> str:
-    """Return a caption of the validation split to search for, one of the shortest, in at most twelve words."""
-    some = data.splits["validation"].select_columns(["captions"])[:20]["captions"]
-    shortest = min((text for captions in some for text in captions), key=len)  # it is shown whole
+def example_text(data: TrainingData, evaluator: RetrievalEvaluator) -> str:
+    """Return a caption of the validation split to search for, if there is one that finds its image first, in at most twelve words.
+
+    Of the first images it is the shortest, which is shown whole.
+    """
+    split = evaluator.split
+    best_Q = evaluator.directions["text_to_image"].best_Q.cpu()
+    key_Q = split.caption_key_T.cpu()
+    rows = data.splits["validation"].select_columns(["captions"])
+    texts: list[str] = []
+    found: list[str] = []
+    for row, key in zip(split.rows_M[:_LOOKED_AT].tolist(), split.image_key_M.tolist(), strict=False):
+        ranks = best_Q[key_Q == key].tolist()
+        for text, rank in zip(rows[row]["captions"], ranks, strict=False):
+            texts.append(text)
+            found += [text] if rank == 1 else []
+    shortest = min(found or texts, key=len)
     return printable(" ".join(shortest.split()[:_WORDS])).lstrip("-")
 
 

@@ -21,6 +21,7 @@ from PIL import Image
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from mm_utils.arguments import parse_args
+from mm_utils.data.media.riff import read_avi
 from mm_utils.launch.arguments import LaunchArguments, split_words
 from mm_utils.model.arguments import ObjectiveArguments
 from mm_utils.objectives.build import build_objective
@@ -358,11 +359,15 @@ def test_the_python_of_the_docs_runs(places, own_cache, monkeypatch, capsys):
     pretrain.main([*model, "--output_dir", "outputs/small"])
     embed.main(["--model_name_or_path", "outputs/small", "--images", "photos", "--index_dir", "outputs/index"])
     prepare_data.main(["--sources", "pairs.jsonl", "--output_dir", "data/mine", "--num_proc", "1"])
+    frames = sorted(str(path) for path in Path("photos").glob("*.jpg"))[:2]
+    write_lines(Path("frames.jsonl"), [{"id": "a", "frames": frames, "caption": "a cup is put down"}])
     for block in found:
         block = re.sub("outputs/mine|laion/CLIP-ViT-B-32-laion2B-s34B-b79K", "outputs/small", block)
         exec(compile(block, "docs", "exec"), {"__name__": "docs"})
     shown = capsys.readouterr().out
     assert re.search(r"^3 -?\d\.\d{3} .*/photos/\d+\.jpg$", shown, re.MULTILINE)
+    [clip] = read_lines(Path("clips.jsonl"))
+    assert (clip["video"], read_avi(Path("a.avi").read_bytes())[1]) == ("a.avi", 2.0)
 
 
 # -- the notebook ------------------------------------------------------------------------------------------------------

@@ -234,7 +234,8 @@ def _task_split(rows: Dataset, classes: list[str], split: str) -> Dataset:
             f"{count:,}",
             split,
         )
-    if lacking := [name for name in classes if place[name] not in {*columns["label"]}]:
+    present = {*columns["label"]}
+    if lacking := [name for name in classes if place[name] not in present]:
         logger.warning("%s has no row of %d classes: %s", split, len(lacking), shortened(", ".join(lacking), 200))
     return _beside_media(rows, columns, Features(features))
 

@@ -138,9 +138,9 @@ class Image(Medium):
     @override
     def features(self, shown: Tensor) -> Tensor:
         """Return normalised colours; converted first, as subtracting mixed types takes 3 times as long."""
-        # Of bytes: colours scaled to 0..1 first would take another pass, and differ by up to 5e-7.
         from torchvision.transforms.v2 import functional  # in here, as it takes 2.5 s, and preparing needs none
 
+        # Of bytes: colours scaled to 0..1 first would take another pass, and differ by up to 5e-7.
         mean = _on_bytes(tuple(self.mean), shown.device)
         std = _on_bytes(tuple(self.std), shown.device)
         return functional.normalize(shown.float(), mean, std, inplace=True)

@@ -58,6 +58,11 @@ class Gain:
         return self.interval or (self.after - self.half, min(1.0, self.after + self.half))
 
     @property
+    def start(self) -> str:
+        """What the first step began with, in words."""
+        return "the closed form" if self.start_name == CLOSED_FORM or len(self.starts) > 1 else "the model"
+
+    @property
     def before(self) -> float | None:
         """The figure before training, re-ranked by a head that the model had; None if it was not measured."""
         row = self.starts[0] if self.starts else {}
@@ -83,10 +88,7 @@ class Gain:
             return found
         begin = f"{figure} {self.before:.3f} {self.start_name}"
         if self.saved_step == 0 and len(self.starts) == 1:
-            saved = "the closed form" if self.start_name == CLOSED_FORM else "the model"
-            nothing = (
-                f"{begin}, {floor}; nothing later was better: training added nothing, and {saved} is saved as it was."
-            )
+            nothing = f"{begin}, {floor}; nothing later was better: training added nothing, and {self.start} is saved as it was."
             return f"{nothing} {self.advice}".rstrip()
         if self.start_name == CLOSED_FORM:
             begin = f"{begin} ({floor})"

@@ -112,7 +112,7 @@ def retrieval_card(
     head = ", and a cross-attention fusion head that re-ranks the best candidates" if has_fusion else ""
     about = f"{describe_towers(trained, model)}, trained with {losses}{head}: {describe_sizes(trained, model)}."
     if gain.saved_step == 0:
-        about += " No step was better than the start, which is what is saved."
+        about += f" No step was better: {gain.start} is saved as it was."
     dual_encoder = AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else ""
     return run_card(
         trained,

@@ -80,9 +80,7 @@ class Gain:
             learnt = f"{figure} {after} ± {self.half:.3f}, {floor}: by this figure, nothing was learnt."
             return f"{learnt} {self.advice}".rstrip()
         if self.before is None:
-            found = (
-                f"{figure} is {after} after training, and {floor}: {self.after - self.floor:+.3f} ± {self.half:.3f}."
-            )
+            found = f"{figure} {after}, {floor}: {self.after - self.floor:+.3f} ± {self.half:.3f}."
             if self.start_name:
                 found += f" What it was {self.start_name} was not measured (--eval_steps 0), and may be most of that."
             return found

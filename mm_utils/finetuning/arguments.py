@@ -22,7 +22,10 @@ class LabelArguments:
 class ZeroShotArguments(LabelArguments):
     """Labelled images, clips or sounds, and the texts that stand for their classes."""
 
-    split: str | None = arg(None, "Split; default: the first there is of validation, test and train.")
+    split: str | None = arg(
+        None,
+        "Split; default: the first there is of validation, test and train. A validation split that is not there: what finetune.py holds out.",
+    )
     classes: str | None = arg(
         None,
         "A file of names: lines 'id name' for folders such as n01440764, or one name a line in the order of the labels, or CSV with "

@@ -158,7 +158,8 @@ def _summary(
         # What the start does without training.
         words = ["--model_name_or_path", str(run.settings["model_name_or_path"])]
         words += to_words(EvaluatedDataArguments, run.settings, ["max_train_samples", "caption_column"])
-        commands.append(launch_command("eval_zero_shot", words + to_words(LabelArguments, run.settings)))
+        words += [*to_words(LabelArguments, run.settings), "--split", "validation"]
+        commands.append(launch_command("eval_zero_shot", words))
         new = f"FOLDER_OF_NEW_{model.config.medium.upper()}S"
         words = ["--model_name_or_path", str(run.output_dir), "--images", new]
         commands.append(launch_command("embed", [*words, "--output_file", f"{run.output_dir}-classes.csv"]))

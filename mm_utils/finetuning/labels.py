@@ -100,7 +100,7 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
     if args.caption_column and not has_texts:
         raise ValueError(f"--caption_column is {args.caption_column}; it holds lists. Give one text a row.")
     if "validation" not in parts:
-        parts |= _hold_out(parts["train"], title)
+        parts |= hold_labelled_out(parts["train"], title)
     total_rows = {split: len(rows) for split, rows in parts.items()}
     for split, rows in parts.items():
         most = args.max_train_samples if split == "train" else args.max_eval_samples
@@ -142,7 +142,7 @@ def _asked(scenes: Dataset) -> Dataset:
     return _beside_media(scenes.select(places), columns)
 
 
-def _hold_out(train: Dataset, title: str) -> dict[str, Dataset]:
+def hold_labelled_out(train: Dataset, title: str) -> dict[str, Dataset]:
     """Hold rows out by what they show, the same share of each class: by files of clips and sounds, bytes or paths of images."""
     if "file_hash" in train.column_names:
         keys = train["file_hash"][:]

@@ -9,7 +9,7 @@ Shape letters: b images of a batch, M of all, C classes, E embedding width.
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from mm_utils.finetuning.evaluator import gather_rows
 from mm_utils.finetuning.labels import (
     check_single,
     first_of_classes,
+    hold_labelled_out,
     is_number,
     label_of,
     labelled_sources,
@@ -147,6 +148,8 @@ def accuracy_metrics(label_M: Tensor, rank_M: Tensor, classes: int) -> dict[str,
 def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = "image") -> LabelledImages:
     """Load the split that the arguments name, of the kind of media that the model is for.
 
+    A validation split that is asked for and is not there has the rows that fine-tuning holds out.
+
     Raises:
         ValueError: in one line, if there is no such split or column, no image, a label that is not a class, or a class
             without a name.
@@ -158,8 +161,6 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
         raise ValueError(
             "--dataset_name is missing; it says what is measured. Give a labelled data set, or a folder of one."
         )
-    usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
-    title = sources[0].title
     there = defaultdict[str, set[str]](set)  # the sources of each split
     labels_of_all = set[str]()
     for source in sources:
@@ -167,14 +168,12 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
             if isinstance(row, Record):
                 there[row.split or "train"].add(source.name)
                 labels_of_all |= {label_of(row.answers)} if row.answers else set()
-    split = (
-        SPLIT_NAMES[labels.split.lower()] if labels.split else next((each for each in usual if each in there), "train")
-    )
-    if there and split not in there:
-        raise ValueError(f"--split is {labels.split}; the data has {', '.join(sorted(there))}. Choose one of them.")
-    sources = [replace(source, only=split) for source in sources if source.name in there[split] or not labels_of_all]
-    title = f"{sources[0].title}, split {split}"
+    split, read = _choose_split(labels.split, there)
+    sources = [replace(source, only=read) for source in sources if source.name in there[read] or not labels_of_all]
+    title = f"{sources[0].title}, split {read}"
     rows, known = load_labelled_rows(sources)
+    if split != read:
+        rows = hold_labelled_out(rows, title)["validation"]
     check_single(rows["answers"], title)
     names = [label_of(answers) for answers in rows["answers"]]
     has_folders = os.path.isdir(sources[0].path) and detect(sources[0]) == "classes"  # whose names may be numbers
@@ -198,6 +197,20 @@ def load_labelled(args: DataArguments, labels: ZeroShotArguments, medium: str = 
     built = concatenate_datasets([rows.select_columns(["image"]), Dataset.from_dict({**beside, **empty})], axis=1)
     places = first_of_classes(label_M.tolist(), args.max_eval_samples)
     return LabelledImages(built.select(places), label_M[places], classes, split)
+
+
+def _choose_split(wanted: str | None, there: Collection[str]) -> tuple[str, str]:
+    """Return the split to measure, and the one whose rows are read: of train those of a validation split that is not there."""
+    usual = ["validation", "test", "train"]  # the labels of a test split are often withheld
+    if wanted is None:
+        split = next((each for each in usual if each in there), "train")
+        return split, split
+    split = SPLIT_NAMES[wanted.lower()]
+    if split == "validation" and split not in there and "train" in there:
+        return split, "train"
+    if there and split not in there:
+        raise ValueError(f"--split is {wanted}; the data has {', '.join(sorted(there))}. Choose one of them.")
+    return split, split
 
 
 def _readable_names(known: Sequence[str], given: dict[str, str], file: str | None, title: str) -> list[str]:

@@ -225,7 +225,7 @@ def test_names_that_the_tokenizer_does_not_know_are_named(caplog: pytest.LogCapt
     ZeroShotEvaluator(images, own, 32, ZeroShotArguments())
     assert "1 of 2 classes have words that the tokenizer does not know, and are not found by them: жзж" in caplog.text
     ZeroShotEvaluator(images, own, 8, ZeroShotArguments(templates=[f"{'a cat ' * 9}{{}}", "жзж жзж жзж {}"]))
-    assert "Of the texts of the classes, the model reads 8 tokens. 2 of 4 (50.0%) are longer" in caplog.text
+    assert "Of the texts of the classes, the model reads 8 tokens. 2 of 4 are longer" in caplog.text
     assert "of the tokens are unknown to the tokenizer" in caplog.text
 
 
@@ -304,6 +304,17 @@ def test_parts_of_files_are_stored_and_held_out_by_file(tmp_path: Path) -> None:
     parts = [(each[:8000], each[8000:]) for each in whole]
     assert sorted(map(bytes, [*train, *held])) == sorted(bytes(part) for both in parts for part in both)
     assert list(map(bytes, held)) in [list(map(bytes, both)) for both in parts]
+
+
+def test_zero_shot_measures_the_rows_that_finetuning_holds_out(tmp_path: Path) -> None:
+    rows = [{"image": f"{n}.png", "label": f"class {n % 3}"} for n in range(40)]
+    path = write(tmp_path, rows)
+    held = task_of(train_file=path).splits["validation"]
+    measured = labelled_of(train_file=path, split="validation")
+    assert measured.split == "validation"
+    assert [row["image"] for row in measured.rows] == [row["image"] for row in held]
+    assert measured.label_M.tolist() == held["label"]
+    assert len(labelled_of(train_file=path).rows) == 40
 
 
 def test_the_scenes_need_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

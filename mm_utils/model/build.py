@@ -33,7 +33,7 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     text_positions,
     vision_tower,
 )
-from mm_utils.model.pretrained import check_weights, check_words, explained, load_config, load_tower
+from mm_utils.model.pretrained import check_words, explained, load_config, load_tower, load_weights
 from mm_utils.model.processor import load_processor_of
 from mm_utils.model.short_attention import use_short_attention
 from mm_utils.model.stock import load_stock
@@ -211,14 +211,12 @@ def load_model(
     config = _config_of_whole(title, name)
     if config.model_type in DUAL_ENCODERS:
         return load_stock(name, config, **head)
-    with explained(title, name):
-        model = kind.from_pretrained(name, use_safetensors=True)
+    model, _ = load_weights(kind, title, name)
     if needs_texts and model.text_model is None:
         raise ValueError(
             f"{name} is a classifier of {model.config.medium}s, without a text encoder. Give the model that it started from; for "
             "the classes of a folder, see scripts/embed.py --output_file."
         )
-    check_weights(name, model)
     with explained(title, name):
         for tower, backbone in model.towers.items():
             probe(backbone, tower)

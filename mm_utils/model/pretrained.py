@@ -50,17 +50,7 @@ def load_tower(name: str, tower: str) -> tuple[PreTrainedModel, str]:
         part = ""
     if type(config) not in MODEL_MAPPING:
         raise ValueError(f"{flag}; AutoModel knows no {config.model_type}. Choose another backbone.")
-    with explained(flag, name):
-        model, info = AutoModel.from_pretrained(
-            name,
-            config=config,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype="float32",
-            output_loading_info=True,
-        )
-    missing = sorted(info["missing_keys"])
-    check_weights(name, model)
+    model, missing = load_weights(AutoModel, flag, name, config=config, dtype="float32")
     if part:
         model = getattr(model, part)
         missing = [key.removeprefix(f"{part}.") for key in missing if key.startswith(f"{part}.")]
@@ -80,7 +70,25 @@ def load_tower(name: str, tower: str) -> tuple[PreTrainedModel, str]:
     return model, "mean" if without_pooler else "auto"
 
 
-def check_weights(name: str, model: nn.Module) -> None:
+def load_weights(kind: Any, what: str, name: str, **options: Any) -> tuple[Any, list[str]]:
+    """Load a model by the class `kind`; return it, and the names of weights that its checkpoint lacks.
+
+    Args:
+        what: begins error messages.
+        options: those of `from_pretrained`.
+
+    Raises:
+        ValueError: if it cannot be loaded, as `explained` says it, or a weight is not finite.
+    """
+    with explained(what, name):
+        model, info = kind.from_pretrained(
+            name, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
+        )
+    _check_weights(name, model)
+    return model, sorted(info["missing_keys"])
+
+
+def _check_weights(name: str, model: nn.Module) -> None:
     """Raise ValueError if a loaded weight is not finite, or if all weights of a tower or a projection are zero: 0.5 s a GB."""
     file = Path(name) / "model.safetensors"
     where = str(file if file.is_file() else name)

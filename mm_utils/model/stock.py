@@ -11,7 +11,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from mm_utils.model.join import has_bert_pooler, join_backbones, probe
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
-from mm_utils.model.pretrained import check_weights, complete, explained, set_outputs
+from mm_utils.model.pretrained import complete, explained, load_weights, set_outputs
 
 
 def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
@@ -33,15 +33,12 @@ def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
         side = tokenizer.padding_side
         pad = tokenizer.pad_token_id
         fields["text_padding"] = {"length": length, "side": side, "pad_token_id": pad}
-    with explained(f"{name} holds no model", name):
-        options = {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
-        stock, info = AutoModel.from_pretrained(name, config=config, **options)
-    if missing := sorted(info["missing_keys"]):
+    stock, missing = load_weights(AutoModel, f"{name} holds no model", name, config=config, dtype=torch.float32)
+    if missing:
         raise ValueError(
             f"{name} holds no whole {config.model_type}; it lacks {len(missing)} weights, such as {missing[0]}. Choose "
             "another model."
         )
-    check_weights(name, stock)
     kind = stock.config.model_type
     bias = getattr(stock, "logit_bias", None)
     text_config = stock.config.text_config

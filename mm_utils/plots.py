@@ -48,6 +48,8 @@ _SMALL = {  # what is beside that: for whoever looks for a fault
     "gpu": "GPU use",
 }
 
+_TICKS = (1, 2, 2.5, 5, 10)  # of matplotlib's, without 1.5, 3, 6 and 8: 0, 25, 50 and not 0, 30, 60
+
 # Fonts with Chinese, Japanese and Korean letters, which matplotlib's own font lacks; used where they are installed.
 _WIDE_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Microsoft YaHei")
 
@@ -149,8 +151,8 @@ def _row(figure: Figure, place: SubplotSpec, count: int) -> list[Axes]:
         ax.spines["bottom"].set_color(LIGHT)
         ax.grid(axis="y", color=LIGHT, linewidth=0.8)
         ax.tick_params(labelsize=9, labelcolor=MUTED, length=0)
-        ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        ax.yaxis.set_major_locator(MaxNLocator(4))
+        ax.xaxis.set_major_locator(MaxNLocator(5, steps=_TICKS, integer=True))
+        ax.yaxis.set_major_locator(MaxNLocator(4, steps=_TICKS))
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         ax.yaxis.set_major_formatter(_short)
     return axes

@@ -51,9 +51,9 @@ _NAMES_HERE = {  # of flags that other trainers call otherwise, where letters th
     "siglip": "objectives",
     **dict.fromkeys(("model", "pretrained"), "model_name_or_path"),
 }
-_LAUNCHED = {"bf16", "fp16", "precision", "mixed_precision"}
+_LAUNCHED = {"bf16", "fp16", "precision", "mixed_precision"}  # what the launcher sets
 _PREPARED = {"validation_fraction", "test_fraction"}
-_LEFT = {
+_LEFT = {  # flags of earlier versions
     "ema_decay",
     "run_name",
     "save_total_limit",
@@ -371,6 +371,7 @@ def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
         word = rest.pop(0)
         action = parser._option_string_actions.get(word)
         if action is not None and action.nargs == "?":
+            # '--json', 'no' -> '--json=no', but '--json', 'a red door' -> '--json=true', 'a red door'
             word = f"{word}={rest.pop(0) if rest and rest[0].lower() in _YES_OR_NO else 'true'}"
         words.append(word)
     return words

@@ -50,7 +50,7 @@ def rank() -> int:
 
 def share(count: int, part: int, parts: int) -> range:
     """Return the `part`-th of `parts` contiguous shares of `count` rows, equal up to one."""
-    return range(count * part // parts, count * (part + 1) // parts)
+    return range(count * part // parts, count * (part + 1) // parts)  # of 10 in 3 parts: 3, 3, 4
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -95,6 +95,7 @@ def gather(rows: Tensor, sizes: list[int]) -> Tensor:
         return rows
     most = max(sizes)
     if len(rows) < most:
+        # a collective takes equally many rows of every rank
         rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
     everything = rows.new_empty(len(sizes) * most, *rows.shape[1:])
     _gather_into(everything, rows.contiguous())
@@ -215,7 +216,7 @@ def first_then_others() -> Iterator[None]:
         failed = error
     if not rank():
         _agree(failed)
-    _agree(failed if rank() else None)
+    _agree(failed if rank() else None)  # rank 0 has raised its own above
 
 
 def _agree(error: Exception | None) -> None:

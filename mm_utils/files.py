@@ -117,6 +117,7 @@ def changed_since_sums(folder: Path) -> list[str]:
     parts = [line.partition("  ") for line in lines]
     sums = {folder / name: digest for digest, _, name in parts}
     files = [path for path in sorted(folder.glob("*.*")) if path in sums and is_of_model(path)]
+    # one of the same moment is read, too: clocks have steps
     touched = [path for path in files if _touched(path) >= summed]
     changed = [path.name for path in touched if sha256(path) != sums[path]]
     changed += [path.name for path in sums if path.parent == folder and is_of_model(path) and not path.exists()]
@@ -139,7 +140,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-        temporary.chmod(0o666 & ~_umask())
+        temporary.chmod(0o666 & ~_umask())  # mkstemp lets the owner alone read it
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -197,8 +198,8 @@ def _exchange(one: Path, other: Path) -> bool:
     """Exchange two folders in one step; return False where the system cannot (renameat2(2), RENAME_EXCHANGE)."""
     if sys.platform != "linux":
         return False
-    here = -100
-    exchange = 2  # AT_FDCWD: relative paths are those of the current folder
+    here = -100  # AT_FDCWD: relative paths are those of the current folder
+    exchange = 2  # RENAME_EXCHANGE
     call = ctypes.CDLL(None).renameat2
     return bool(call(here, os.fsencode(one), here, os.fsencode(other), ctypes.c_uint(exchange)) == 0)
 
@@ -284,6 +285,7 @@ def folder_lock(folder: Path) -> Iterator[bool | None]:
 def errno_of(error: BaseException | None) -> int:
     """Return the operating system's number of an error or of what it came from, also as libraries in Rust state it; else 0."""
     while error is not None:
+        # safetensors: 'No space left on device (os error 28)'
         stated = re.search(r"\(os error (\d+)\)", str(error))
         if number := getattr(error, "errno", None) or (stated and int(stated[1])):
             return int(number)
@@ -307,7 +309,7 @@ def readable(folder: Path) -> None:
 
 
 def _umask() -> int:
-    mask = os.umask(0)
+    mask = os.umask(0)  # it can only be read by setting it
     os.umask(mask)
     return mask
 

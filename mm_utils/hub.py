@@ -31,6 +31,7 @@ _NO_MODEL = (
 
 def repository_name(output_dir: Path) -> str:
     """Return the folder's name without characters that the Hub refuses."""
+    # 'my run (2)' -> 'my-run-2-', and below 'my-run-2'
     name = re.sub(r"[^A-Za-z0-9_.]+|\.\.+|--+", "-", output_dir.resolve().name.removesuffix(".git"))
     return name[:96].strip("-.") or "model"
 

@@ -69,7 +69,7 @@ def stored(kind: str, key: str, make: Callable[[Path], object], root: str | os.P
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{key}.lock")):
-            if not is_whole(folder):
+            if not is_whole(folder):  # else another process has made it meanwhile
                 discard(folder)
                 with storing(folder) as work:
                     make(work)

@@ -70,7 +70,7 @@ def redact(text: str) -> str:
     """
     for name in filter(_SECRET_VARIABLE.search, list(os.environ)):
         value = os.environ.get(name, "").strip()
-        if len(value) >= 8:
+        if len(value) >= 8:  # shorter ones may be words of any text
             text = text.replace(value, "***")
     if _SUSPICIOUS.search(text):
         for pattern in _REDACTIONS:
@@ -83,6 +83,7 @@ def without_secrets(values: Mapping[str, Any], clean: Callable[[str], str] = red
     cleaned = {}
     for name, value in values.items():
         is_text = value is not None and not isinstance(value, (int, float, Mapping))
+        # 'hub_token=x' becomes 'hub_token=***', and 'rows=x' stays
         is_secret = is_text and redact(f"{name}=x") != f"{name}=x"
         cleaned[name] = "***" if is_secret else _clean_inside(value, clean)
     return cleaned
@@ -105,7 +106,7 @@ def publishable(text: str) -> str:
     """
     text = redact(text.encode("utf-8", "backslashreplace").decode())
     for known, shown in ((os.getcwd(), ""), (_CLONE, ""), (os.path.expanduser("~"), "~/")):
-        if known.count("/") > 1 or known == "/root":
+        if known.count("/") > 1 or known == "/root":  # '/tmp' stands in many paths
             text = text.replace(f"{known}/", shown)
     return _ABSOLUTE.sub("…/", text)
 
@@ -204,6 +205,7 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def duration(hours: float) -> str:
     """Return a time in its largest unit: `3.2 days`, `2.0 h`, `5.1 min` or `7.0 s`."""
     for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60)):
+        # '47.0 h', and from 48 on '2.0 days'
         if hours >= 2 * size:
             return f"{hours / size:.1f} {unit}"
     return f"{3600 * hours:.1f} s"
@@ -211,6 +213,7 @@ def duration(hours: float) -> str:
 
 def image_key(image_id: str) -> int:
     """Return a hash of 63 bits, the same for the same id."""
+    # int64 has a sign
     return int.from_bytes(hashlib.blake2b(image_id.encode(), digest_size=8).digest(), "big") >> 1
 
 

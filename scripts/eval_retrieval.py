@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 4. Evaluate.
     evaluator = RetrievalEvaluator(eval_args)
     loader = loaders.evaluation(rows, EVALUATION_BATCH)
+    # `prepare` moves it to the device; an evaluation calls the model itself, without DDP around it
     model = accelerator.unwrap_model(accelerator.prepare(model))
     metrics = in_turn(evaluator, *others, *eval_args.own_evaluators())(model, loader, accelerator)
 

@@ -104,6 +104,7 @@ def main(
         # 5. Finish, with the saved model: weights between start and end, the test split, classes, model card, push.
         if start is not None:
             _, metrics = interpolate_weights(start, model, data, measures, args, accelerator)
+        # as it was saved: the chosen weights, with adapters merged into them
         saved = FusionDualEncoderForClassification.from_pretrained(run.output_dir).to(accelerator.device).eval()
         if "test" in data.splits:
             evaluator = ClassificationEvaluator(data.splits["test"])

@@ -105,7 +105,7 @@ def main(
     is_model = has_baseline(given, data)  # before the first step
     run = run.settled(data, is_model)
     args = run.args
-    retrieval = RetrievalEvaluator(given[EvaluationArguments], fits=True)
+    retrieval = RetrievalEvaluator(given[EvaluationArguments], fits=True)  # fits the weights of re-ranking
     measures: list[Evaluate] = [
         retrieval,
         ValidationLoss(objective.weights, retrieval, args.batch_sizes.sizes[-1]),
@@ -148,6 +148,7 @@ def main(
                 has_baseline=is_model,
             )
             trainer = Trainer(training, objective, optimizer, stage)
+            # the first stage that is left begins at the checkpoint, the others with what it learnt
             metrics = trainer.train(None if choices else resume_from, is_model and not args.wise_ft, metrics)
             choices.append(trainer.choice)
             if trainer.ends_run:

@@ -161,5 +161,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # letters that a terminal cannot show are escaped, and do not end the search
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     run_script(main, "The index is as it was.")

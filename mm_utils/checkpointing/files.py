@@ -83,6 +83,7 @@ def write_checkpoint(final: Path, write: Callable[[Path], None]) -> None:
 def remove_unfinished(output_dir: Path) -> None:
     """Remove folders half written or half removed; restore one that was not replaced yet."""
     for path in output_dir.glob(".checkpoint-*.*"):
+        # '.checkpoint-10.tmp' -> 'checkpoint-10', 'tmp'
         name, _, ending = path.name.removeprefix(".").rpartition(".")
         if ending == "replaced":
             restore_folder(output_dir / name)
@@ -97,6 +98,7 @@ def seal_model(folder: Path) -> None:
 
 
 def _write_sums(folder: Path, paths: Iterable[Path]) -> None:
+    # '<64 digits>  model.safetensors', as `sha256sum -c` reads it
     write_atomic(folder / SUMS_FILE, "".join(f"{sha256(path)}  {path.relative_to(folder)}\n" for path in paths))
 
 
@@ -186,6 +188,6 @@ def size_of(folder: Path) -> int:
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(handle)  # of a folder, it writes the names of its files
     finally:
         os.close(handle)

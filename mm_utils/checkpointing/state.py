@@ -106,6 +106,7 @@ class TrainingState:
             tensors[OPTIMIZER_FILE] = optimizer_tensors(self.optimizer, self.objective)
         copies = {name: copy_to_host(values, main) for name, values in tensors.items()}
         weights = copy_to_host(self.model.state_dict(), main)
+        # training appends to it while a thread writes
         state = dataclasses.replace(state, log_history=list(state.log_history))
         snapshot = Snapshot(self.model, self.processor, state, run, restore_scalars(weights), copies)
         if self._has_deepspeed:
@@ -236,6 +237,7 @@ def copy_to_host(tensors: Mapping[str, Tensor], main: bool) -> dict[str, Tensor]
     for name, value in tensors.items():
         complete = full_tensor(value.detach())  # a collective where the tensor is sharded
         if main:
+            # tied weights are the same memory, read in the same way
             key = (getattr(value, "_local_tensor", value).data_ptr(), value.shape, value.stride(), value.dtype)
             if key not in copies:
                 copies[key] = torch.empty_like(
@@ -254,6 +256,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, objective: nn.Module) ->
     """Return the optimizer's state as `parameter|key` -> tensor, without rates and decay."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in objective.named_parameters()}
     return {
+        # 'model.text_projection.weight|exp_avg'
         f"{names[parameter]}|{key}": torch.as_tensor(value)
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
@@ -297,6 +300,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, objective: nn.Module, folde
 def settings(config: PretrainedConfig) -> dict[str, Any]:
     """Return a configuration by name, `text_config.hidden_size` for a part."""
     flat = flatten_dict(json.loads(config.to_json_string(use_diff=False)))
+    # leaves out 'text_config._name_or_path', 'vision_config.dtype' and the like
     private = re.compile(rf"(^|\.)(_|({'|'.join(_NOT_COMPARED)})(\.|$))")
     return {name: value for name, value in flat.items() if not private.search(name)}
 

@@ -114,6 +114,7 @@ def remove_old_checkpoints(output_dir: Path, limit: int, keep: Collection[int]) 
     Call it after a checkpoint was written, so that the new one is among the newest. A folder that cannot be removed stays,
     with a warning.
     """
+    # of a limit of 0, [: -0] would be none
     for path in [path for path in checkpoint_folders(output_dir)[: -max(1, limit)] if step_of(path) not in keep]:
         try:  # no half of it is ever seen under its name
             path = path.rename(path.parent / f".{path.name}.removed")

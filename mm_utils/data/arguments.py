@@ -8,6 +8,7 @@ from mm_utils.arguments import arg
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {
+    # restval: the rest of COCO's validation images, which Karpathy's split trains on
     **dict.fromkeys(("train", "training", "restval"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "heldout"), "test"),

@@ -88,6 +88,7 @@ def shrink(image: Image.Image, short_side: int) -> Image.Image:
     width = max(short_side, round(image.width * short_side / shorter))
     height = max(short_side, round(image.height * short_side / shorter))
     if shorter >= 4 * short_side:
+        # 3,000 pixels for 258 are averaged by 5 to 600
         image = image.reduce(shorter // (2 * short_side))  # averages whole pixels, down to 2 to 4 times the size
     # By torch: Pillow's pixels within 1 in 255, in a quarter of the time (640 x 480 to 344 x 258: 0.7 instead of 3.0 ms).
     shrunk = resized(np.array(image), width, height)

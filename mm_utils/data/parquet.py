@@ -26,6 +26,7 @@ class ParquetRows:
         about = self.file.metadata.row_group(group)
         begins = tuple(f"{name}." for name in columns)
         chunks = map(about.column, range(about.num_columns))
+        # with the dot, column `image` has 'image.bytes' and not 'image_id'
         sizes = [each.total_uncompressed_size for each in chunks if f"{each.path_in_schema}.".startswith(begins)]
         largest = max(sizes, default=0)  # of a cell, too
         rows = max(min(rows, _LEAST_ROWS), min(rows, _BATCH_BYTES // max(1, largest)))

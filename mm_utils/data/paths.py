@@ -47,6 +47,7 @@ def shard_kind(url: str) -> str | None:
 
 def expand_braces(pattern: str) -> list[str]:
     """Return the names that ``{000..063}`` and ``{a,b}`` in a pattern stand for; ValueError if they are more than `MOST_FILES`."""
+    # one more tells that they are too many
     names = list(itertools.islice(_expanded(pattern), MOST_FILES + 1))
     if len(names) > MOST_FILES:
         raise ValueError(f"{pattern} stands for more than {MOST_FILES:,} files. Shorten its ranges.")
@@ -61,6 +62,7 @@ def _expanded(pattern: str) -> Iterator[str]:
     options: Iterable[str] = found[1].split(",")
     if span := re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", found[1]):
         numbers = range(int(span[1]), int(span[2]) + 1)
+        # '{000..002}' -> '000', '001', '002'
         options = (str(number).zfill(len(span[1])) for number in numbers)
     for option in options:
         yield from _expanded(pattern[: found.start()] + option + pattern[found.end() :])
@@ -100,6 +102,7 @@ class Jail:
     def __init__(self, root: str, allow_outside: bool = False, also: Iterable[str] = ()) -> None:
         self.root = os.path.abspath(root)
         self.allow_outside = allow_outside
+        # ends in a slash: /data2 is not in /data
         self._real_roots = [os.path.realpath(folder).rstrip(os.sep) + os.sep for folder in (root, *also)]
         self._real_folder = lru_cache(_MOST_FOLDERS)(os.path.realpath)
         self._hints = 0
@@ -182,4 +185,5 @@ def _check_name(name: str) -> None:
 
 
 def _folded(name: str) -> str:
+    # casefolding may take a letter and its accents apart, so they are composed once more
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold()).strip()

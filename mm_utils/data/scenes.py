@@ -39,6 +39,7 @@ TEXTURES = ("plain", "striped", "dotted")
 
 _OVERSAMPLING = 4
 _SIDE = 64  # pixels
+# 72 degrees apart
 _STAR_NORMALS = [(round(np.sin(k * np.pi / 2.5), 6), round(np.cos(k * np.pi / 2.5), 6)) for k in range(5)]
 
 _AXES = {"x": ("left", "right"), "y": ("above", "below")}
@@ -140,6 +141,7 @@ def colour_questions(split: datasets.Dataset) -> Iterator[tuple[int, str, str]]:
             colours: dict[str, list[str]] = {}
             for other in scene["regions"]:
                 if other is not named:
+                    # the third word of 'small striped red circle'
                     colours.setdefault(_side(other["box"], named["box"]), []).append(other["phrase"].split()[2])
             thing = " ".join(named["phrase"].split()[2:])
             questions += [
@@ -161,7 +163,7 @@ def _side(box: list[float], other: list[float]) -> str:
 
 
 def _draw_scene(rng: random.Random) -> _Scene:
-    colours = sorted(COLOURS, key=lambda _: rng.random())[: 2 if rng.random() < 0.5 else 3]
+    colours = sorted(COLOURS, key=lambda _: rng.random())[: 2 if rng.random() < 0.5 else 3]  # shuffled
     axis, across = sorted(_AXES, key=lambda _: rng.random())
     side = rng.choices(_AXES[across])[0] if len(colours) == 3 else ""
     sizes, textures, shapes = [rng.choices(options, k=len(colours)) for options in (list(SIZES), TEXTURES, SHAPES)]
@@ -240,6 +242,7 @@ def _draw_thing(
 ) -> list[float]:
     left, top = [int(c - half) - 1 for c in centre]
     right, bottom = [int(c + half) + 2 for c in centre]
+    # in pixels from the centre, at the middles of 4 x 4 samples a pixel
     x = (np.arange(left * _OVERSAMPLING, right * _OVERSAMPLING) + 0.5)[None, :] / _OVERSAMPLING - centre[0]
     y = (np.arange(top * _OVERSAMPLING, bottom * _OVERSAMPLING) + 0.5)[:, None] / _OVERSAMPLING - centre[1]
     inside = shape_mask(thing.shape, x / half, y / half)
@@ -249,6 +252,7 @@ def _draw_thing(
     marked = core & _marks(thing.texture, x, y)
     blocks = (bottom - top, _OVERSAMPLING, right - left, _OVERSAMPLING)
     share, marked_share = [mask.reshape(blocks).mean(axis=(1, 3))[..., None] for mask in (inside, marked)]
+    # darker marks on light colours, lighter ones on dark colours
     ink = 0.25 * colour if colour @ (0.3, 0.59, 0.11) > 130 else 0.1 * colour + 0.9 * 255
     patch = pixels[top:bottom, left:right]
     patch[:] = (1 - share) * patch + (share - marked_share) * colour + marked_share * ink

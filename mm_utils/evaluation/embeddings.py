@@ -34,6 +34,7 @@ TILE = 1 << 26  # their cosines with all items, at most: 256 MB
 def take_texts(text_T2L: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Return token ids and attention mask of the texts at `places`, padded to the longest of them."""
     taken = text_T2L[places]
+    # [t, 2, L]: ids, and the mask that adds up to the lengths
     input_ids, attention_mask = taken[..., : int(taken[:, 1].sum(1).max())].unbind(1)
     return input_ids, attention_mask
 
@@ -179,9 +180,11 @@ def embed_split(
         batches += 1
         skipped += batch["skipped"]
         if not len(batch["rows"]):
+            # counted: `batches_held` is a number of batches, on ranks with and without images in them
             cache.add(None)
             continue
         with accelerator.autocast():
+            # without room in the cache, keys and values would be computed for nothing
             image_bE, keys_values = model.project_image(*vision_features(model, batch, cache.has_room))
             if (stored := stored_text(model, batch, with_states=False)) is not None:
                 text_tE, _ = stored
@@ -193,6 +196,7 @@ def embed_split(
         key_t = batch["ids"][:, 0]
         caption_keys.append(key_t)
         text_keys.append(batch["ids"][:, 1])
+        # all captions of an image write the same id
         keys.append(torch.empty_like(batch["rows"]).scatter_(0, batch["caption_image"], key_t))
         rows.append(batch["rows"])
         tokens.append(torch.stack([batch["input_ids"], batch["attention_mask"]], 1))
@@ -308,7 +312,7 @@ def top_candidates(queries: Keyed, items: Keyed, top_k: int) -> tuple[Tensor, ..
 def best_rank(score_QN: Tensor, right_QN: Tensor) -> Tensor:
     """Return the rank `[Q]`, from 1, of the best right item among N scores."""
     best_Q1 = score_QN.masked_fill(~right_QN, -torch.inf).amax(1, keepdim=True)
-    return 1 + (~(score_QN < best_Q1) & ~right_QN).sum(1)
+    return 1 + (~(score_QN < best_Q1) & ~right_QN).sum(1)  # ~(a < b) counts NaN, a >= b would not
 
 
 def _by_block(queries: Keyed, items: Keyed, function: Callable[[slice], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

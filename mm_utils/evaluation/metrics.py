@@ -157,6 +157,7 @@ def mean_gain(directions: Iterable[tuple[Tensor, Tensor, Tensor]]) -> tuple[floa
     for before_Q, after_Q, group_Q in directions:
         gains.append(torch.stack([(after_Q <= k).double() - (before_Q <= k).double() for k in CUTOFFS]).mean(0))
         groups.append(group_Q)
+    # both directions weigh the same, whatever their numbers of queries
     weights = [torch.full_like(gain_Q, 1 / len(gain_Q)) for gain_Q in gains]
     mean, half_width = mean_interval(torch.cat(gains), torch.cat(groups), torch.cat(weights))
     return mean, half_width, min(gain_Q.mean().item() for gain_Q in gains)

@@ -116,6 +116,7 @@ def chance(split: Embeddings, direction: str) -> list[float]:
     found = []
     for k in CUTOFFS:
         shown = min(k, total)
+        # of C(total, shown) draws, those without any right item
         misses = sum(times * math.comb(total - count, shown) for count, times in counts.items())
         found.append(1 - misses / (math.comb(total, shown) * len(queries.key)))
     return found
@@ -140,6 +141,7 @@ def recall_gained(evaluator: RetrievalEvaluator, log: Path, medium: str, *, is_p
     reranks = any(not torch.equal(after[name], each.cosine_Q) for name, each in ranks.items())
     figure = "mean recall after re-ranking" if reranks else "mean recall"
     never = {name: torch.full_like(rank_Q, NEVER) for name, rank_Q in after.items()}
+    # beside a model that finds nothing, the gain is the recall itself, with its interval
     recall, half, _ = mean_gain((never[name], after[name], groups[name]) for name in ranks)
     by_chance = mean(value for name in ranks for value in chance(split, name))
     note = ""

@@ -82,7 +82,8 @@ class DirectionRanks:
 
 def combine(cosine_QK: Tensor, voices_VQK: Tensor, weight_FV: Tensor, key_Q: Tensor) -> Tensor:
     """Return scaled cosine + weighted voices `[Q, K]`, by each query's fold, without zeros."""
-    weight_VQ1 = weight_FV.to(cosine_QK)[key_Q % FOLDS].T[..., None]
+    weight_VQ1 = weight_FV.to(cosine_QK)[key_Q % FOLDS].T[..., None]  # [F, V] -> [V, Q, 1]
+    # a voice of weight 0 may be infinite, and their product NaN
     return cosine_QK + (weight_VQ1 * voices_VQK).where(weight_VQ1 != 0, 0).sum(0)
 
 
@@ -150,6 +151,7 @@ def with_voices(
     From `caption`, the log of its mean probability among the text's K candidates is subtracted: how probable the text is by itself.
     """
     numbers = [found.pair_QK for found in candidates.values() if found.pair_QK is not None]
+    # a pair that both directions list is scored once
     pairs, places = torch.cat([pair_QK.flatten() for pair_QK in numbers]).unique(return_inverse=True)
     scores = score_pairs(model, split, pairs, loader, accelerator, voices)
     parts = places.split([pair_QK.numel() for pair_QK in numbers])
@@ -234,7 +236,7 @@ def fit_weights(directions: list[Listed]) -> list[float]:
         optimizer.zero_grad()
         total = log_weight.new_zeros(())
         for score, right in listed:
-            logits = torch.einsum("v,vqk->qk", log_weight.exp(), score)
+            logits = torch.einsum("v,vqk->qk", log_weight.exp(), score)  # no exponential is negative
             total = total + (logits.logsumexp(1) - logits.masked_fill(~right, -torch.inf).logsumexp(1)).mean()
         total.backward()
         return total

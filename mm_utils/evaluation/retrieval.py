@@ -78,7 +78,7 @@ class RetrievalEvaluator:
             scale = full_tensor(model.logit_scale.detach()).float().exp().item()
             candidates = find_candidates(split, self.args.rerank_top_k, scale)
             candidates = with_voices(model, split, candidates, loader, accelerator, voices)
-            weight_FV = torch.tensor([list(weights.values())] * FOLDS)
+            weight_FV = torch.tensor([list(weights.values())] * FOLDS)  # both folds alike: nothing is fitted
             if self.fits:
                 weight_FV = self._fit(list(candidates.values()), voices)
             of_head = self.directions = rank_directions(split, candidates, weight_FV)

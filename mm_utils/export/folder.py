@@ -59,7 +59,7 @@ def immich_width(width: int) -> int:
         raise ValueError(
             f"--layout is immich; it stores at most {max(IMMICH_NAMES)} numbers, and embeddings here have {width}."
         )
-    return min(known for known in IMMICH_NAMES if known >= width)
+    return min(known for known in IMMICH_NAMES if known >= width)  # 256 -> 512
 
 
 def ends_in_pad(tokenizer: Any) -> bool:
@@ -102,7 +102,7 @@ def export(
         trace(graph, paths[part])
     apart = differences(graphs, paths)
     for part, difference in apart.items():
-        if not difference <= MOST_DIFFERENCE:
+        if not difference <= MOST_DIFFERENCE:  # so that NaN is refused, too
             raise RunError(
                 f"The exported {part} differs from torch by {difference:.1e}; at most {MOST_DIFFERENCE:.0e} is right. Nothing "
                 "was written. Try other versions of torch and onnxruntime."

@@ -87,6 +87,7 @@ class PaddedTextTower(_Part):
         is_pad = text == self.pad_token_id
         mask = (~is_pad).long()
         if self.ends_in_pad:
+            # up to the first of them, which is the text's own end
             mask = ((is_pad.long().cumsum(1) - is_pad.long()) == 0).long()
         return pad(self.model.encode_text(text.long(), mask, with_states=False)[0], (0, self.zeros))
 
@@ -172,6 +173,7 @@ def write_int8(path: Path, stem: str) -> Path:
     model = onnx.load(path)
     shapes = {weight.name: weight.dims for weight in model.graph.initializer}
     products = [(node.name, shapes.get(node.input[1])) for node in model.graph.node if node.op_type == "MatMul"]
+    # [3072, 768], the second of a ViT-B's MLP
     narrowing = [name for name, shape in products if shape is not None and shape[0] > shape[1]]
     how = {"per_channel": True, "weight_type": QuantType.QInt8, "reduce_range": True, "nodes_to_exclude": narrowing}
     quantize_dynamic(model, path, ["MatMul", "Gemm", "Gather"], **how)  # type: ignore[arg-type]
@@ -188,7 +190,7 @@ def differences(graphs: Mapping[str, Graph], paths: Mapping[str, Path]) -> dict[
     for part, graph in graphs.items():
         inputs = {}
         for name, value in graph.inputs.items():
-            more = value.repeat(2, *[1] * (value.dim() - 1))
+            more = value.repeat(2, *[1] * (value.dim() - 1))  # 6 images, 4 texts
             inputs[name] = torch.randn(more.shape, generator=draw) if value.is_floating_point() else more
         if "attention_mask" in inputs:
             inputs["attention_mask"][-1, LENGTH // 2 :] = 0

@@ -51,6 +51,7 @@ def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: Proc
         )
     size, mean, std = image_geometry(processor)
     eos = text.eos_token_id
+    # 2 stands in old configurations for the token of the highest number
     by_highest = eos in (2, text.vocab_size - 1)
     config = {
         "embed_dim": model.config.projection_dim,
@@ -83,6 +84,7 @@ def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: Proc
         if ".k_proj." in name or ".v_proj." in name:
             continue
         if ".q_proj." in name:  # one matrix with keys and values
+            # [3 C, C], or [3 C] of a bias
             value = torch.cat([own[name.replace(".q_proj.", f".{side}_proj.")] for side in "qkv"])
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)

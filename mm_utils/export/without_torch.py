@@ -47,6 +47,7 @@ class Towers:
         self._special = {self.tokenizer.token_to_id(name) for name in names.values()}
         self._pad = self.tokenizer.token_to_id(names["pad_token"])
         length = self._session("text_model").get_inputs()[0].shape[1]
+        # a name, such as 'length', where texts of any length are read
         self._length = length if isinstance(length, int) else 0
         self._most = int(min(words["model_max_length"], 1e6))
         self.tokenizer.enable_truncation(self._most)

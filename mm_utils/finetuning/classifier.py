@@ -33,7 +33,7 @@ def build_classifier(
     config.id2label = dict(enumerate(classes))  # num_labels follows from it
     config.label2id = {name: number for number, name in enumerate(classes)}
     model = FusionDualEncoderForClassification(config, base.vision_model, base.text_model)
-    model.load_state_dict(base.state_dict(), strict=False)
+    model.load_state_dict(base.state_dict(), strict=False)  # the classifier is new
     RowDropout.replace(model.classifier)  # so that its masks are the same on any number of processes
     if config.classifier_inputs == "image":
         model.leave_texts_out()

@@ -69,7 +69,7 @@ class ClassificationEvaluator:
                 logits_bC = classify(model, batch)
             return [logits_bC.float().argmax(1)]
 
-        rows, guess_M = gather_rows(loader, accelerator, guess, 2).cpu()
+        rows, guess_M = gather_rows(loader, accelerator, guess, 2).cpu()  # [2, M]
         label_M = self.label_M[rows]
         self.guesses = torch.stack([label_M, guess_M], 1)
         found = evaluation_module("accuracy_and_f1").compute(predictions=guess_M.numpy(), references=label_M.numpy())
@@ -104,4 +104,5 @@ def report_classes(predictions: Tensor, classes: Sequence[str], folder: str | Pa
             recall = round(right / rows[number], 4) if rows[number] else None  # empty without rows
             precision = round(right / guessed[number], 4) if guessed[number] else None
             figures = (name, rows[number], recall, precision, other, count)
+            # a spreadsheet would compute a name such as '=1+1'
             table.writerow([no_formula(cell) for cell in figures])

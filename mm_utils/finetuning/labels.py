@@ -85,7 +85,7 @@ def load_task(args: DataArguments, labels: LabelArguments, medium: str = "image"
         check_single(rows["answers"], title)
         places: dict[str, list[int]] = {split: [] for split in SPLITS}
         for place, split in enumerate(rows["split"]):
-            places[split or "train"].append(place)
+            places[split or "train"].append(place)  # a row that says no split is trained on
         places["train"] = _unseen(places, rows, title)
         parts = {split: rows.select(places[split]) for split in SPLITS if places[split]}
     if "train" not in parts:
@@ -149,6 +149,7 @@ def hold_labelled_out(train: Dataset, title: str) -> dict[str, Dataset]:
     else:
         images = (image for batch in train.select_columns(["image"]).iter(100) for image in batch["image"])
         keys = [hashlib.blake2b(each["bytes"]).hexdigest() if each["bytes"] else str(each["path"]) for each in images]
+    # reversed: what several rows show has the label of the first
     kept, held = hold_out(train, keys, dict(zip(reversed(keys), reversed(_labels(train)), strict=True)))
     if not len(kept):
         raise ValueError(f"{title}; all rows show the same, so none can be held out. Give --validation_file.")
@@ -184,6 +185,7 @@ def check_single(answers: Sequence[Sequence[str]], title: str) -> None:
 def _classes(known: Sequence[str], labels: list[str], title: str) -> list[str]:
     """Return the classes in the order of source, number or name."""
     if not set(labels) <= set(known):
+        # numbers by their value, 2 before 10, then names
         known = sorted(
             {*known, *labels}, key=lambda name: (0, float(name), name) if is_number(name) else (1, 0.0, name)
         )
@@ -244,5 +246,6 @@ def first_of_classes(labels: Sequence[str | int], most: int | None) -> Sequence[
     """Return the places of the first rows of the classes in turn, as folders and tables list one class after the other."""
     if most is None:
         return range(len(labels))
+    # of a, a, b, a, c, b the turns are 0, 1, 0, 2, 0, 1: lower ones are taken first
     turns = pandas.Series(range(len(labels))).groupby(list(labels)).cumcount()
     return sorted(turns.sort_values(kind="stable").index[:most])

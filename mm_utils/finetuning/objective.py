@@ -37,6 +37,7 @@ class ClassificationObjective(Objective):
 
     def __init__(self, model: FusionDualEncoderForClassification, label_M: Tensor, seed: int = 0):
         super().__init__(model, seed)
+        # moves with the objective to its device, and is in no checkpoint
         self.register_buffer("label_M", label_M, persistent=False)
 
     @property
@@ -60,11 +61,12 @@ class ClassificationObjective(Objective):
         own = len(batch["rows"])
         shown = batch if own else blank_pair(batch)
         set_row_keys(self.model, shown.get("row_keys"))
-        logits_nC = classify(self.model, shown)[:own].float()
+        logits_nC = classify(self.model, shown)[:own].float()  # of a blank pair, none
         label_n = self.label_M[batch["rows"]]
         loss = F.cross_entropy(logits_nC, label_n, reduction="none").sum()
         correct = (logits_nC.argmax(1) == label_n).sum()
         sums = torch.stack([loss.detach(), correct.to(loss)])
+        # averaged over ranks, a mean over all rows
         return loss * (distributed.world_size() / plan.total), sums
 
     def report(self, plan: ClassificationPlan, sums: Tensor) -> Report:

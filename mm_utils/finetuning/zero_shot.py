@@ -76,6 +76,7 @@ class ZeroShotEvaluator:
             )
         self.images = images
         self.templates = len(templates)
+        # class by class, as `_embed_classes` takes them apart
         texts = [template.replace("{}", name) for name in images.classes for template in templates]
         for said in unread(tokenizer, texts, max_seq_length, "The texts of the classes"):
             logger.warning("%s", said)
@@ -113,6 +114,7 @@ class ZeroShotEvaluator:
             embeds.append(text_tE.float())
         text_tE = torch.cat(embeds)
         check_embeddings("class names", text_tE)
+        # [C x templates, E] -> [C, templates, E]
         return normalize(text_tE.unflatten(0, (-1, self.templates)).mean(1), dim=-1)
 
 
@@ -136,6 +138,7 @@ def accuracy_metrics(label_M: Tensor, rank_M: Tensor, classes: int) -> dict[str,
     right_M = rank_M == 1
     images_C = label_M.bincount(minlength=classes)
     found = evaluation_module("retrieval_recall", "ranks").compute(ranks=rank_M.numpy(), k=(1, 5))
+    # a class without an image has no accuracy
     by_class_C = label_M[right_M].bincount(minlength=classes)[images_C > 0] / images_C[images_C > 0].double()
     metrics = share_with_interval("accuracy@1", found["recall@1"], len(rank_M)) | {
         "macro_accuracy@1": by_class_C.mean().item()
@@ -252,6 +255,7 @@ def _readable_names(known: Sequence[str], given: dict[str, str], file: str | Non
         raise ValueError(f"{title}; {shown}, not a name. Set --classes to lines 'id name', or a name a line.")
     full = [readable(name) for name in found]
     first = Counter(name.split(",")[0] for name in full)
+    # ImageNet's 'maillot' and 'maillot, tank suit' keep their whole names
     names = [short if first[short := name.split(",")[0]] == 1 else name for name in full]
     if "" in names or len(names) < 2:
         shown = f"class {names.index('')} has no name" if "" in names else f"it has {len(names)} of at least 2 classes"

@@ -113,7 +113,9 @@ def parse_grid(text: str | None) -> dict[str, list[str]]:
     for part in text.split(";") if text is not None else ():
         name, _, listed = part.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
+        # values with commas stand apart by |: objectives=contrastive:1|contrastive:1,matching:1
         values = [value.strip() for value in listed.split("|" if "|" in listed else ",")]
+        # `_slug`: two values may not share the name of a folder
         if not name.isidentifier() or name in grid or "" in values or len(set(map(_slug, values))) < len(values):
             raise ValueError(
                 f"--tune is {text}; '{part}' is not a new flag with different values. Write e.g. learning_rate=1e-4,3e-4."
@@ -128,4 +130,4 @@ def trial_name(values: Mapping[str, str]) -> str:
 
 
 def _slug(value: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.+-]+", "-", value)
+    return re.sub(r"[^A-Za-z0-9.+-]+", "-", value)  # 'recipes/clip.yaml' -> 'recipes-clip.yaml'

@@ -50,7 +50,7 @@ def connect(args: LaunchArguments) -> Iterator[dict[str, float]]:
         raise RunError(f"--address is {address}; Ray cannot be reached: {error}. Look at ray status.") from error
     try:
         has_gpus = ray.cluster_resources().get("GPU", 0.0) > 0
-        gpus = float(has_gpus) if args.gpus_per_worker is None else args.gpus_per_worker
+        gpus = float(has_gpus) if args.gpus_per_worker is None else args.gpus_per_worker  # one, if any
         if gpus and not has_gpus and address is None:  # a cluster may get them later
             raise RunError(
                 f"--gpus_per_worker is {gpus:g}; Ray sees no GPU on this machine. Look at nvidia-smi, or give 0."

@@ -35,11 +35,13 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
     def run_trial(values: dict[str, str]) -> dict[str, Any]:
         folder = top / trial_name(values)
         flags = {**values, "output_dir": str(folder)}
+        # the last of equal flags counts
         argv = (*command.argv, *(word for flag, value in flags.items() for word in (f"--{flag}", value)))
         return {"metrics": fit(args, replace(command, argv=argv), resources, f"{name}-{folder.name}")}
 
     total = ray.cluster_resources()
     workers = args.workers[1]
+    # with 8 GPUs and trials of 2 workers, 4 trials at a time
     together = max(1, min(int(total.get(kind, 0.0) // (workers * each)) for kind, each in resources.items()))
     results = tune.Tuner(
         # Ray wants something; the cores are for its workers.
@@ -51,7 +53,7 @@ def sweep(args: LaunchArguments, command: Command, resources: Mapping[str, float
     rows = []
     for result in results:
         metrics = {} if result.error else result.metrics["metrics"]
-        problem = str(result.error or "").strip().rpartition("\n")[2]
+        problem = str(result.error or "").strip().rpartition("\n")[2]  # of a traceback the last line
         rows.append({**result.config, **metrics, "folder": top / trial_name(result.config), "problem": problem})
     table, metric = ranked(pd.DataFrame(rows))
     top.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,9 @@ class PatchProduct(nn.Conv2d):
         high, wide = self.kernel_size
         height = input.shape[2] // high
         width = input.shape[3] // wide
+        # rows and columns that fill no patch are left out, as a convolution does
         grid = input[:, :, : height * high, : width * wide]
+        # [B, 3, H, W] -> [B, h, w, 3 x high x wide], as the weight is laid out
         patches = grid.unflatten(3, (width, -1)).unflatten(2, (height, -1)).permute(0, 2, 4, 1, 3, 5).flatten(3)
         return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
@@ -83,6 +85,7 @@ def multiply_patches(tower: nn.Module) -> None:
                 and conv.in_channels <= 4  # of later ones there are enough channels for a convolution to be fast
             ):
                 side: Any = conv.kernel_size
+                # on meta: no weights are drawn
                 made = PatchProduct(conv.in_channels, conv.out_channels, side, side, device="meta")
                 made.weight = conv.weight
                 made.bias = conv.bias
@@ -189,6 +192,7 @@ def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, value in weights.items():
         if _ADAPTER in name:
             continue
+        # 'x.query.base_layer.weight' -> 'x.query', 'weight'
         layer, _, kind = name.partition(_BASE)
         if kind == "weight":
             up = weights[f"{layer}.lora_B.default.weight"]

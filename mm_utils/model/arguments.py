@@ -201,11 +201,11 @@ class ObjectiveArguments:
         """The weight of each term, by name."""
         weights = {}
         for term in self.objectives.split(","):
-            name, _, weight = term.strip().partition(":")
+            name, _, weight = term.strip().partition(":")  # 'matching:0.5' -> 'matching', '0.5'
             if name in weights:
                 raise ValueError(f"--objectives is {self.objectives!r}; it has {name} twice. Keep one of them.")
             try:
-                weights[name] = float(weight or 1)
+                weights[name] = float(weight or 1)  # 'matching' alone weighs 1
             except ValueError:
                 raise ValueError(f"--objectives has {term!r}; write name:weight, e.g. matching:0.5.") from None
         if self.teacher_name_or_path:
@@ -243,6 +243,7 @@ def check_reads(name: str, reads: Sequence[str], medium: str) -> None:
 
 def vision_preset(args: ModelArguments, medium: str) -> dict[str, Any]:
     """Return the fields of the vision backbone from scratch; `tiny` is the medium's own."""
+    # 'tiny' -> 'clip-tiny' or 'sound-tiny'
     own = f"{medium}-tiny" if medium != "image" and args.vision_config == "tiny" else args.vision_config
     return preset(own, VISION_PRESETS)
 

@@ -62,12 +62,13 @@ def length_groups(lengths: Sequence[int], device_type: str) -> list[range]:
     if not lengths or any(longer < shorter for longer, shorter in pairwise(lengths)):
         return [range(len(lengths))]
     values, first = np.unique(-np.asarray(lengths), return_index=True)
-    starts = np.append(first, len(lengths))
+    starts = np.append(first, len(lengths))  # of 9, 9, 5, 4: values -9, -5, -4 and starts 0, 2, 3, 4
     # cheapest[k]: of all rows from the k-th distinct length on; end[k]: where their first group ends
     cheapest = np.zeros(len(starts))
     end = np.zeros(len(values), dtype=int)
     # From the shortest captions on: the best cut behind k is the cheapest first group and the best cuts of the rest
     for k in range(len(values) - 1, -1, -1):
+        # the longest times the rows, for every end that the group may have, and the best of the rest
         costs = -values[k] * (starts[k + 1 :] - starts[k]) + cheapest[k + 1 :]
         end[k] = k + 1 + costs.argmin()
         cheapest[k] = costs.min() + PASS_TOKENS.get(device_type, PASS_TOKENS["cuda"])
@@ -113,7 +114,7 @@ def embed_texts(model: FusionDualEncoderModel, input_ids: Tensor, attention_mask
         return model.encode_text(input_ids, attention_mask, with_states=False)[0]
     lengths = attention_mask.sum(1)
     order = lengths.argsort(descending=True, stable=True)
-    counts = lengths[order].clamp(min=1).tolist()
+    counts = lengths[order].clamp(min=1).tolist()  # a tower gets one token of an empty text, too
     embeds, _ = encode_in_groups(model, input_ids[order], attention_mask[order], counts, with_states=False)
     return embeds[order.argsort()]
 

@@ -39,6 +39,7 @@ def average_pool(grid: Tensor, height: int, width: int) -> Tensor:
     for side, steps in zip(grid.shape[2:], (height, width), strict=True):
         place = torch.arange(side, device=grid.device)
         step = torch.arange(steps, device=grid.device)[:, None]
+        # from floor(step x side / steps) to ceil((step + 1) x side / steps): windows may share a cell
         windows.append((place >= step * side // steps) & (place * steps < (step + 1) * side))
     is_in = torch.kron(*windows)  # `[height x width, h x w]`, 1 where a cell belongs to a window
     return (grid.flatten(2) @ is_in.T.to(grid) / is_in.sum(1)).unflatten(2, (height, width)).to(grid)
@@ -49,7 +50,7 @@ def split_grid(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
 
     `[B, N, C]` -> `[B, s, C]` and a map `[B, C, h, h]`; all tokens and None if the number of patches is not a square.
     """
-    side = math.isqrt(tokens.shape[1])
+    side = math.isqrt(tokens.shape[1])  # of 197 tokens 14: 196 patches and a class token
     special = tokens.shape[1] - side**2
     if special > MOST_SPECIAL_TOKENS:
         return tokens, None
@@ -82,6 +83,7 @@ class LevelAdapter(nn.Module):
             return hidden
         special, grid = split_grid(hidden)
         if grid is None:
+            # tokens without a grid lie on one line
             return average_pool(hidden.transpose(1, 2)[:, :, None], 1, self.max_tokens)[:, :, 0].transpose(1, 2)
         return torch.cat([special, average_pool(grid, side, side).flatten(2).transpose(1, 2)], 1)
 
@@ -226,7 +228,9 @@ class FusionHead(nn.Module):
         """Return fused states `[P, 1 + L, D]` of P pairs, `[CLS]` first, independent of padding."""
         first, *later = text_states.chunk(len(self.bridges), -1)
         tokens = torch.cat([self.cls_token.expand(first.shape[0], -1, -1), first], 1)
+        # [P, 1, 1, 1 + L]; all see [CLS]
         mask = F.pad(attention_mask.bool(), (1, 0), value=True)[:, None, None]
+        # [CLS] gets zeros in place of a text's states
         return self._run(tokens, mask, keys_values, [F.pad(states, (0, 0, 1, 0)) for states in later])
 
     def decode(self, keys_values: KeysValues, tokens: Tensor, attention_mask: Tensor) -> Tensor:
@@ -251,7 +255,7 @@ class TokenHead(nn.Module):
     A word whose bias is `ABSENT` has probability 0, to the last digit, and `among_known` does not compute it.
     """
 
-    ABSENT = -1e4
+    ABSENT = -1e4  # fp16 holds it, and its exponential is 0
 
     def __init__(self, dim: int, width: int, vocabulary: int):
         super().__init__()
@@ -274,7 +278,7 @@ class TokenHead(nn.Module):
         """
         if self._places is False:
             known = self.known()
-            where = (known.cumsum(0) - 1).masked_fill(~known, -100)
+            where = (known.cumsum(0) - 1).masked_fill(~known, -100)  # -100 is ignored by F.cross_entropy
             self._places = None if known.all() else (known.nonzero()[:, 0], where)
         return self._places
 

@@ -71,6 +71,7 @@ def _interpolated(made: Any, name: str, table: Tensor | None, wanted: Tensor | N
     patch = getattr(made.config, "patch_size", None)
     before = table.shape[-2]
     after = wanted.shape[-2]
+    # 224 // 16 = 14 patches a side before, 384 // 16 = 24 after
     side, new_side = [size // patch for size in sizes] if isinstance(patch, int) else map(math.isqrt, (before, after))
     special = before - side**2  # class and register tokens in front of the patches
     if special != after - new_side**2 or not 0 <= special <= MOST_SPECIAL_TOKENS or not new_side:

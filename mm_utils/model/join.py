@@ -93,6 +93,7 @@ def probe(backbone: Any, tower: str) -> ModelOutput:
     inputs = probe_input(backbone, tower)
     wanted = {"output_hidden_states": True, "return_dict": True}
     name = type(backbone).__name__
+    # beside its mirror image, which must not reach into the first row
     batch = {field: torch.cat([value, value.flip(-1)]) for field, value in inputs.items()}
     if tower == "text":  # the first row is padded to the length of the second
         pad = getattr(backbone.config, "pad_token_id", None) or 0
@@ -149,8 +150,9 @@ def _default_taps(positions: Sequence[int], most: int) -> list[int]:
     With several resolutions these are the last of each; else the last one and others at equal distances before it. The
     embeddings, which come first, are not among them.
     """
+    # the last of a resolution: of 256, 256, 64, 64, 16 positions those at 1, 3 and 4
     last_of_each = [at for at in range(1, len(positions)) if positions[at : at + 2] != [positions[at]] * 2]
     if len(last_of_each) > 1:
         return [at - len(positions) for at in last_of_each[::-1][:most]]
     distance = max(1, (len(positions) - 1) // most)
-    return list(range(-1, -len(positions), -distance))[:most] or [-1]
+    return list(range(-1, -len(positions), -distance))[:most] or [-1]  # of 12 layers and 2 taps: -1, -7

@@ -163,6 +163,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             raise ValueError(
                 f"text_padding is {text_padding!r}; it is null, or has a length, a side (left or right) and a pad_token_id."
             )
+        # of 768 channels 384, of 192 channels 96
         fusion_dim = fusion_dim or max(32, min(512, text_width // 64 * 32))
         fusion_heads = fusion_heads or max(1, fusion_dim // 32)
         if fusion_layers and fusion_dim % (4 * fusion_heads):
@@ -172,7 +173,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         for name, value in {"medium": medium, "projection": projection}.items():
             if value != getattr(self, name):  # the class has the usual ones, which files do not name
                 setattr(self, name, value)
-        self.projection_dim = projection_dim or min(256, 3 * text_width // 4)
+        self.projection_dim = projection_dim or min(256, 3 * text_width // 4)  # of 192 channels 144
         self.logit_scale_init_value = logit_scale_init_value
         self.logit_bias_init_value = logit_bias_init_value
         self.vision_pooling = vision_pooling
@@ -230,12 +231,13 @@ def input_shape(backbone: Any) -> tuple[int, ...]:
     if isinstance(backbone, FramesTower):
         return *(() if hasattr(config, "num_frames") else (4,)), *input_shape(backbone.backbone)
     if hasattr(config, "conv_stride"):
-        return (16 * math.prod(config.conv_stride),)
+        return (16 * math.prod(config.conv_stride),)  # Wav2Vec2: 16 frames of 320 samples
     if hasattr(config, "max_source_positions"):
-        return config.num_mel_bins, 2 * config.max_source_positions
+        return config.num_mel_bins, 2 * config.max_source_positions  # Whisper: 80 bands, 3,000 frames
     if hasattr(config, "frequency_stride"):
-        return config.max_length, config.num_mel_bins
+        return config.max_length, config.num_mel_bins  # AST: 1,024 frames, 128 bands
     if hasattr(config, "spec_size"):
+        # CLAP: 256 x 256 values are 1,024 frames of 64 bands
         return 1, config.spec_size**2 // config.num_mel_bins, config.num_mel_bins
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None)
     size = size or (getattr(config, "pretrained_cfg", None) or {}).get("input_size", (64,))[-1]  # of timm
@@ -266,7 +268,9 @@ def _made(config: Any) -> Any:
         return ChineseCLIPTextModel(config, add_pooling_layer=False)
     name = type(config).__module__
     if name.startswith("transformers.") and type(config) not in MODEL_MAPPING:
+        # '...clip.configuration_clip' -> '...clip.modeling_clip'
         module = importlib.import_module(name.replace("configuration_", "modeling_"))
+        # 'CLIPTextConfig' -> CLIPTextModel
         return getattr(module, f"{type(config).__name__.removesuffix('Config')}Model")(config)
     return AutoModel.from_config(config)
 
@@ -275,6 +279,7 @@ def text_positions(text_model: nn.Module) -> int | None:
     """Return for how many tokens a text tower has positions; None if it reads texts of any length."""
     for name, table in text_model.named_modules():
         if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            # RoBERTa counts from 2, as 1 is its padding: 514 rows are positions for 512 tokens
             before = getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1
             return table.num_embeddings - before
     return None
@@ -304,6 +309,7 @@ def _pool_over_time(hidden: Tensor) -> Tensor:
     early, negative where late; the second separates the middle from both ends.
     """
     frames = hidden.mean(3).transpose(1, 2)
+    # middles of the steps, in (0, pi)
     at = (torch.arange(frames.shape[1], device=hidden.device) + 0.5) * (math.pi / frames.shape[1])
     waves = torch.stack([at, 2 * at]).cos().to(hidden) / frames.shape[1]
     return (waves @ F.layer_norm(frames, frames.shape[2:])).flatten(1)
@@ -316,6 +322,7 @@ def _pad_unmasked(
     missing = (0, max(0, length - input_ids.shape[1]))
     is_token = F.pad(attention_mask.bool(), missing)
     tokens = F.pad(input_ids, missing).masked_fill(~is_token, pad_token_id)
+    # what comes first keeps its order, and so does what comes after: padding and tokens, or the reverse
     is_first = (~is_token if side == "left" else is_token).long()
     after = is_first.sum(1, keepdim=True) + (1 - is_first).cumsum(1)
     column = torch.where(is_first.bool(), is_first.cumsum(1), after) - 1  # a sort would not export to ONNX
@@ -335,9 +342,9 @@ def along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
     places = 1
     if hasattr(config, "frequency_stride"):  # AST, with two special tokens
         hidden = hidden[:, 2:]
-        places = (config.num_mel_bins - patch) // config.frequency_stride + 1
+        places = (config.num_mel_bins - patch) // config.frequency_stride + 1  # (128 - 16) // 10 + 1 = 12
     elif medium == "clip":
-        places = math.prod(side // patch for side in input_shape(tower)[2:])
+        places = math.prod(side // patch for side in input_shape(tower)[2:])  # 14 x 14 of VideoMAE
     steps = hidden.shape[1] // places
     tokens = hidden[:, hidden.shape[1] - steps * places :].transpose(1, 2)  # without special ones
     if hasattr(config, "frequency_stride") or config.model_type == "timesformer":
@@ -365,6 +372,7 @@ class FramesTower(nn.Module):
         self.config = backbone.config
         self.mix = nn.Linear(3 * width, width)
         # Heads of 64 channels, as far as they divide the width
+        # also: feed-forward, dropout, activation, epsilon, batch first, norm first
         shape = (width, math.gcd(width, max(1, width // 64)), 2 * width, 0.0, "gelu", 1e-5, True, True)
         layers = [nn.TransformerEncoderLayer(*shape) for _ in range(2)]
         self.layers = nn.Sequential(*layers)
@@ -388,6 +396,7 @@ class FramesTower(nn.Module):
         frames = self.look_over_time(pooled.unflatten(0, (clips, steps)))
         in_time = frames.transpose(1, 2)[:, :, None]
         states = [each if each.dim() == 4 else each.transpose(1, 2) for each in output.get("hidden_states") or ()]
+        # [B x T, C, places] -> [B, C, places, T]
         maps = [each.flatten(2).unflatten(0, (clips, steps)).permute(0, 2, 3, 1) for each in states]
         return ModelOutput(last_hidden_state=in_time, pooler_output=frames.mean(1), hidden_states=(*maps, in_time))
 
@@ -398,6 +407,7 @@ class FramesTower(nn.Module):
         at = (torch.arange(steps, device=frames.device)[:, None] + 0.5) / steps
         # Where in the clip a frame is: 16 cosines, of 0 to 15 half waves, again and again over the channels
         waves = (math.pi * at * (torch.arange(frames.shape[2], device=frames.device) % 16)).cos().to(frames)
+        # to the frame before, nothing for the first one; to the frame after, nothing for the last one
         told = [F.pad(change, (0, 0, 1, 0)), F.pad(change, (0, 0, 0, 1)), waves.expand_as(frames)]
         return self.layers(frames + self.mix(torch.cat(told, -1)))
 
@@ -695,6 +705,7 @@ class FusionDualEncoderModel(PreTrainedModel):
     @property
     def voices(self) -> list[str]:
         """Name the scores that the head can give a pair: those of its parts that were trained."""
+        # zeros until a term trains it
         matches = self.fusion is not None and bool(self.fusion.match.weight.any())
         return ["match"] * matches + ["caption"] * (self.caption_adapter is not None)
 
@@ -751,6 +762,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         logits, places = self.target_logits(keys_values, input_ids, attention_mask, is_before.nonzero(as_tuple=True))
         log_probs = -F.cross_entropy(logits.float(), places, reduction="none")
         log_probs = log_probs.masked_fill(places < 0, -math.log(logits.shape[1]))
+        # [M] -> [P, L]: the targets of a text stand side by side again, in the same order
         return torch.zeros_like(is_target, dtype=log_probs.dtype).masked_scatter(is_target, log_probs).sum(1)
 
     def forward(
@@ -913,6 +925,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Return token ids and mask `[B, L]` of texts, read as in training; ValueError if one is not text."""
         self._check_texts()
         for text in texts:
+            # half of a surrogate pair cannot be written as UTF-8
             if not isinstance(text, str) or text != text.encode(errors="replace").decode():
                 raise ValueError(f"The text is {text!r}; a text is a string of UTF-8. Give one, or a list of these.")
         tokenizer = self._find_processor().tokenizer
@@ -948,6 +961,7 @@ class FusionDualEncoderModel(PreTrainedModel):
         if type(self) is FusionDualEncoderModel:
             known = getattr(self.config, "auto_map", None) or {}
             name = f"{__name__.rpartition('.')[2]}.{type(self).__name__}"
+            # 'modeling_fusion_dual_encoder.FusionDualEncoderModel'
             self.config.auto_map = {**known, "AutoModelForZeroShotImageClassification": name}
         super().save_pretrained(save_directory, *args, **arguments)
         if self.processor is not None:

@@ -97,7 +97,7 @@ def _check_weights(name: str, model: nn.Module) -> None:
         "no figure can come of it. Take an earlier checkpoint, or train again with a lower --learning_rate or in fp32."
     )
     for weight, values in model.named_parameters():
-        ends = values.detach().aminmax()
+        ends = values.detach().aminmax()  # one pass, and a NaN comes out of it
         low = ends.min.item()
         high = ends.max.item()
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -195,6 +195,7 @@ def _what_it_is(folder: Path) -> str:
     inside = [path.parent for path in sorted(folder.glob("*/config.json"))]
     if (folder / "modules.json").is_file() and inside:
         return f"this folder holds a SentenceTransformer. Give the model in it: {inside[0]}."
+    # checkpoint-900 comes before checkpoint-1000
     saved = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
     instead = f"a checkpoint in it, such as {saved[-1]}" if saved else "the folder of a run that has ended"
     return f"this folder holds no model. Give {instead}."

@@ -179,6 +179,7 @@ def _normalisation(own: Any, what: str) -> tuple[list[float], list[float]]:
     values = np.array([_value_of(own, colour, what) for colour in _COLOURS])
     scale = values[1] - values[0]  # from black to white
     scale[scale == 0] = 1
+    # black is -mean / std, white less black 1 / std
     measured = ((0 - values[0] / scale).tolist(), (1 / scale).tolist())
     given = (getattr(own, "image_mean", None) or [0.5] * 3, getattr(own, "image_std", None) or [0.5] * 3)
     for mean, std in (given, measured):  # the given ones have no rounding
@@ -238,7 +239,7 @@ def _set_window(extractor: Any, seconds: float | None) -> None:
     is_ast = isinstance(extractor, ASTFeatureExtractor)
     if is_ast and not hasattr(extractor, "window_seconds"):
         extractor.pads_frames = True
-    own: Any = extractor.max_length / 100 if is_ast else None
+    own: Any = extractor.max_length / 100 if is_ast else None  # AST: 1,024 frames of 10 ms
     own = own or getattr(extractor, "max_length_s", None) or getattr(extractor, "chunk_length", None)
     kept = getattr(extractor, "window_seconds", MOST_SECONDS)
     extractor.window_seconds = float(own or seconds or kept)
@@ -259,7 +260,7 @@ def cached_tokenizer(captions: Iterable[str], vocab_size: int) -> PreTrainedToke
     """Train a tokenizer once per captions and size, and keep it in the datasets cache."""
     captions = list(itertools.islice(captions, MOST_CAPTIONS))
     if len(captions) > SAMPLE:
-        captions = captions[:: -(-len(captions) // SAMPLE)]
+        captions = captions[:: -(-len(captions) // SAMPLE)]  # of 600,000 captions every third
     key = key_of(_TOKENIZER_VERSION, version_of("tokenizers"), vocab_size, captions)
     folder = stored("tokenizers", key, lambda work: train_tokenizer(captions, vocab_size).save_pretrained(work))
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -135,6 +135,7 @@ def decode(
     """
     width, height = header.size
     if min_side is not None and min_side < min(width, height):  # `draft` keeps both sides at least as large as asked
+        # 4000 x 3000 for 224: 298 x 224 is asked for, and libjpeg gives 500 x 375, an eighth
         header.draft("RGB", (width * min_side // min(width, height), height * min_side // min(width, height)))
     if most_pixels is not None and header.width * header.height > most_pixels:
         text = f"it has {width:,} x {height:,} pixels, {most_pixels:,} are the most; prepare_data can shrink it once"
@@ -158,6 +159,7 @@ def decode(
     elif orientation > 1:
         image.getexif()[ExifTags.Base.Orientation] = orientation
         image = ImageOps.exif_transpose(image)
+        # 5 to 8 lie on their side
         width, height = (height, width) if orientation >= 5 else (width, height)
     image.info = {}  # else `save` writes comments and profiles out again
     return image, (width, height), tuple(notes)
@@ -181,7 +183,7 @@ def _plain_jpeg(header: Image.Image, content: bytes, size: tuple[int, int]) -> n
         return None
     smaller = {"min_width": header.width, "min_height": header.height, "min_factor": 2} if header.size != size else {}
     array: np.ndarray = simplejpeg.decode_jpeg(content, strict=True, **smaller)
-    return array if array.shape[1::-1] == header.size else None
+    return array if array.shape[1::-1] == header.size else None  # (H, W, 3)[1::-1] is (W, H)
 
 
 def _flatten(image: Image.Image, notes: list[str]) -> Image.Image:
@@ -213,6 +215,7 @@ def _scale(image: Image.Image, notes: list[str]) -> Image.Image:
     if is_within:
         low = 0.0
         high = top
+    # 0.5 is added as `astype` cuts off
     grey = (values.astype(np.float32) - np.float32(low)) * np.float32(255 / ((high - low) or 1)) + np.float32(0.5)
     return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
 
@@ -315,6 +318,7 @@ def _opened(content: bytes, medium: str) -> Iterator[tuple[Any, Any]]:
     """
     if not _MAGIC.match(content):
         raise UnreadableError(f"it begins with {content[:16]!r}", "medium_unknown_format")
+    # an MP4 may have its index, moov, at the end: without it nothing says where the frames are
     if content[4:8] in (b"ftyp", b"mdat", b"wide", b"free", b"skip") and b"moov" not in content:
         raise UnreadableError("MP4 without its index, which programs write last", "medium_truncated")
     ends = {b"GIF8": b";", b"\x89PNG": b"IEND\xaeB`\x82"}  # of animations, which FFmpeg reads as far as they go
@@ -366,7 +370,7 @@ def _best_stream(container: Any, medium: str) -> Any:
 
 def _clock_zero(container: Any) -> float:
     """Return the time stamp in seconds at which the clock of a file begins."""
-    start = (container.start_time or 0) / 1e6
+    start = (container.start_time or 0) / 1e6  # of microseconds
     return 0.0 if container.format.name.split(",")[0] in _OWN_CLOCK and start <= _CUT_OUT else start
 
 
@@ -395,7 +399,7 @@ def _decoded(container: Any, stream: Any, start: float, notes: list[str]) -> Ite
     failed = 0
     if start >= _SEEK_FROM:
         try:
-            container.seek(int(max(0.0, start + zero - _SEEK_BACK) * 1e6))
+            container.seek(int(max(0.0, start + zero - _SEEK_BACK) * 1e6))  # to microseconds
         except OSError:  # of FFmpeg: then everything is decoded from the beginning
             container.seek(0)
     packets = iter(container.demux(stream))
@@ -500,7 +504,7 @@ def _video(container: Any, stream: Any, max_pixels: int, begin: float, notes: li
     _check_pixels(stream.codec_context.width, stream.codec_context.height, max_pixels)
     rate = stream.average_rate or stream.guessed_rate or 25
     pixels = 0
-    last = -1 / float(rate)
+    last = -1 / float(rate)  # so that a first frame without a stamp is at 0
     for stamp, frame in _decoded(container, stream, begin, notes):
         _check_pixels(frame.width, frame.height, max_pixels)
         pixels += frame.width * frame.height
@@ -537,6 +541,7 @@ def _check_pixels(width: int, height: int, max_pixels: int) -> None:
 def frames_of(clip: Any, count: int) -> list[Any]:
     """Return `count` frames of a clip, a path or PIL images, each the one that is shown in the middle of an equal part."""
     if isinstance(clip, (list, tuple, range)):
+        # 3 of 10 frames: 1, 5, 8
         return [clip[(2 * at + 1) * len(clip) // (2 * count)] for at in range(count)]
     try:
         content = _content_of(clip, MOST_MEDIUM_BYTES)
@@ -643,6 +648,7 @@ def wav_samples(content: bytes) -> tuple[np.ndarray, int] | None:
         raise UnreadableError("a WAV file of no samples", "medium_empty")
     values = np.frombuffer(data[: len(data) // frame * frame], {1: "u1", 2: "<i2", 3: "u1", 4: "<i4"}[width])
     if width == 3:
+        # a zero below makes 32 bits of 24
         values = np.pad(values.reshape(-1, 3), ((0, 0), (1, 0))).view("<i4")
     return values.reshape(-1, channels), rate
 
@@ -650,7 +656,7 @@ def wav_samples(content: bytes) -> tuple[np.ndarray, int] | None:
 def _floats(samples: np.ndarray) -> np.ndarray:
     """Return samples of any type as float32, 1 at full scale."""
     if samples.dtype.kind == "u":
-        return (samples.astype(np.float32) - 128) / 128
+        return (samples.astype(np.float32) - 128) / 128  # 8 bits of a WAV file are unsigned, around 128
     if samples.dtype.kind == "i":
         return samples.astype(np.float32) / np.float32(2.0 ** (8 * samples.dtype.itemsize - 1))
     return samples.astype(np.float32)
@@ -712,6 +718,7 @@ def _mono(frame: Any) -> np.ndarray:
     """Return the mean of the channels of a frame of PyAV, float32 `[n]`."""
     channels = len(frame.layout.channels)
     values = _floats(frame.to_ndarray())
+    # [channels, n], or [1, n x channels] where samples take turns
     return values.mean(axis=0) if len(values) == channels else values.reshape(-1, channels).mean(axis=1)
 
 

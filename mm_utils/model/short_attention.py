@@ -130,6 +130,7 @@ if triton is not None:
             batch = (tl.program_id(0) // HEADS).to(tl.int64)
             places = batch * along_batch + rows[:, None] * along_query + rows[None, :] * along_key
             seen = seen & (tl.load(mask + places, mask=seen, other=0) != 0)
+        # not -inf: of a query that sees nothing, -inf - -inf would be NaN
         scores = tl.where(seen, tl.dot(query, tl.trans(key)) * SCALE, -1e30)
         weights = tl.where(seen, tl.exp(scores - tl.max(scores, 1)[:, None]), 0.0)
         return weights, tl.maximum(tl.sum(weights, 1), 1e-30)[:, None]
@@ -167,6 +168,7 @@ if triton is not None:
         weights = weights / sums
         tl.store(of_value + places, tl.dot(tl.trans(weights.to(g.dtype)), g).to(g.dtype), mask=inside)
         of_weights = tl.dot(g, tl.trans(v))
+        # the gradient of a softmax of weights w, of which g are the gradients: w (g - sum of w g)
         of_scores = weights * (of_weights - tl.sum(weights * of_weights, 1)[:, None]) * SCALE
         of_scores = of_scores.to(q.dtype)
         tl.store(of_query + places, tl.dot(of_scores, k).to(q.dtype), mask=inside)

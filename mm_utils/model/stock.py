@@ -119,10 +119,14 @@ def to_dual_encoder(model: FusionDualEncoderModel) -> PreTrainedModel:
     if kind == "clap":  # the names of sounds, and the temperature twice
         configs["audio_config"] = configs.pop("vision_config")
         configs["projection_hidden_act"] = model.config.text_config.projection_hidden_act
+        # CLAP states the scale itself
         configs["logit_scale_init_value"] = math.exp(model.config.logit_scale_init_value)
+        # 'vision_model.x' -> 'audio_model.x', 'visual_projection.x' -> 'audio_projection.x'
         weights |= {f"audio_{name.partition('_')[2]}": weights[name] for name in weights if name.startswith("vis")}
+        # 'logit_scale_a', 'logit_scale_t'
         weights |= {f"logit_scale_{side}": model.logit_scale.detach().clone() for side in "at"}
     stock = AutoModel.from_config(AutoConfig.for_model(kind, **configs))
+    # SigLIP's class has a bias; without one in the model it is 0
     weights.setdefault("logit_bias", torch.zeros_like(model.logit_scale))
     stock.load_state_dict({name: weights[name].view_as(v) for name, v in stock.state_dict().items()}, assign=True)
     return stock.train(model.training)

@@ -41,6 +41,7 @@ def check_terms(args: ObjectiveArguments, settings: Mapping[str, Any]) -> None:
         if not all(reader.optional for reader in term.readers):
             refuses.setdefault("streaming", "reads media and captions alone")
         for given, reason in refuses.items():
+            # 'projection mlp' -> 'projection', 'mlp'; 'cache_features' -> 'cache_features', ''
             flag, _, value = given.partition(" ")
             if settings.get(flag) == value if value else settings.get(flag):
                 raise ValueError(f"--objectives has {name}, and --{given} {reason}. Drop one of them.")

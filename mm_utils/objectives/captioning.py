@@ -62,11 +62,13 @@ class Captioning(TermOnRows):
     def plan(self, batch: Batch, shared: GlobalBatch, scale: Tensor, step: int) -> RowPlan:
         """Count the tokens of all ranks."""
         _, mask = _all_captions(batch)
+        # the first token is given, never predicted
         return RowPlan(distributed.sum_over_ranks(mask[..., 1:].sum()).clamp(min=1))
 
     def rows(self, model: FusionDualEncoderModel, encoded: Encoded, batch: Batch, plan: RowPlan) -> RowSums:
         """Predict all tokens but the first of the captions of this part's images."""
         input_ids, mask = _all_captions(batch)
+        # stays 0 where an image has fewer captions than another
         lengths = np.zeros(input_ids.shape[:2], int)
         for row, of_row in enumerate(batch.get("all_lengths") or [[length] for length in batch["lengths"]]):
             lengths[row, : len(of_row)] = of_row
@@ -93,11 +95,13 @@ def _predict(
     """Return the sums of some captions, each given by its image and its place among the captions of that."""
     chosen = lengths[images, captions]
     longest = chosen.max(initial=1)
+    # all tokens but the last have a next one
     rows, columns = np.nonzero(np.arange(longest) < chosen[:, None] - 1)
     image = to_device(images, mask.device)
     caption = to_device(captions, mask.device)
     input_ids = input_ids[image, caption, :longest]
     mask = mask[image, caption, :longest]
+    # one caption an image, in order: nothing to copy
     if not np.array_equal(images, np.arange(len(lengths))):
         keys_values = tuple(rows_of(layer, image, 1) for layer in keys_values)
     before = (to_device(rows, mask.device), to_device(columns, mask.device))

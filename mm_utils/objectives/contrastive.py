@@ -128,6 +128,7 @@ class Distillation(EmbeddingTerm):
         student_NN = student_NN.masked_fill(shared_NN, -torch.inf)
         teacher_NN = teacher_NN.masked_fill(shared_NN, -torch.inf)
         losses = [
+            # the teacher's 0 times the student's -inf would be NaN
             -(teacher.softmax(1) * student.log_softmax(1).masked_fill(shared_NN, 0)).sum(1)
             for student, teacher in ((student_NN, teacher_NN), (student_NN.T, teacher_NN.T))
         ]

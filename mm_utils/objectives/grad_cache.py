@@ -162,6 +162,7 @@ class _CachedStep:
         for name in kept.embeds:
             everyone[name] = torch.cat([part[name] for part in embeds])
         plan = self.objective.plan(replace(kept, embeds=everyone), self.batch, self.step)
+        # temperature and bias belong to every part, with `share` of their gradient
         gradients = [dict(plan.gradients) for _ in embeds]
         for name in everyone:
             if (whole := plan.gradients[name]) is not None:
@@ -184,7 +185,7 @@ class _CachedStep:
     def _replay(self, kept: Encoded, plan: Any, gradients: list[dict[str, Tensor | None]]) -> Tensor:
         """Backpropagate every part, the kept part first, to free its memory; return their sums."""
         last = len(self.cuts) - 1
-        total = torch.zeros(())
+        total = torch.zeros(())  # on the CPU: a tensor without dimensions is added to one of any device
         for place in (last, *range(last)):
             encoded = kept
             if place < last:
@@ -205,6 +206,7 @@ class _CachedStep:
     def _same_dropout(self, place: int) -> Iterator[None]:
         """Draw the same random numbers whenever a part is embedded, and none from the step's."""
         with torch.random.fork_rng(devices=self.gpus):
+            # the last part draws from the step's seed itself
             torch.manual_seed((torch.initial_seed() + 1 + place) % 2**63)
             yield
 
@@ -229,6 +231,7 @@ class _CachedStep:
 
 def _take(batch: Batch, rows: range) -> Batch:
     """Return some rows of a training batch, one caption an image, padded to their longest."""
+    # what belongs to the batch as a whole, such as the roll call, is neither a tensor nor a list
     part: Batch = {
         name: value[rows.start : rows.stop] for name, value in batch.items() if isinstance(value, (Tensor, list))
     }

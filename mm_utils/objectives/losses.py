@@ -48,6 +48,7 @@ def call_roll(ids_n2: Tensor, longest: int = 0) -> GlobalBatch:
     """
     sizes, widths = zip(*distributed.gather_on_hosts([len(ids_n2), longest], ids_n2.device), strict=True)
     ids_N2 = distributed.gather(ids_n2, list(sizes))
+    # each column is sorted by itself: equal ids become neighbours, and rows need not stay together
     ordered_N2 = ids_N2.sort(0).values
     shared = bool((ordered_N2[1:] == ordered_N2[:-1]).any())
     none = torch.empty(0, device=ids_n2.device)
@@ -58,13 +59,14 @@ def gather_batch(image_nE: Tensor, text_nE: Tensor, ids_n2: Tensor, roll: Global
     """Gather all ranks' embeddings, in at least fp32, and ids, perhaps of a roll call."""
     roll = roll or call_roll(ids_n2)
     wide = torch.promote_types(image_nE.dtype, torch.float32)
+    # [n, 2, E]: one collective for both sides
     image_NE, text_NE = distributed.gather(torch.stack([image_nE.to(wide), text_nE.to(wide)], 1), roll.sizes).unbind(1)
     return replace(roll, image_NE=image_NE, text_NE=text_NE)
 
 
 def same_pair(ids_n2: Tensor, ids_N2: Tensor) -> Tensor:
     """Return the `[n, N]` mask of pairs that share the image or the caption."""
-    return (ids_n2[:, None] == ids_N2).any(-1)
+    return (ids_n2[:, None] == ids_N2).any(-1)  # [n, 1, 2] against [N, 2]
 
 
 def info_nce(image_nE: Tensor, text_nE: Tensor, scale: Tensor, batch: GlobalBatch, tile: int | None = None) -> Tensor:
@@ -110,6 +112,7 @@ class AtEmbeddings(torch.autograd.Function):
         """Return the loss that `compute` returns first; it returns the gradients too."""
         total = max(1, len(batch.image_NE))
         mine = slice(batch.offset, batch.offset + len(image_nE))
+        # own rows as they were gathered: in at least fp32, whatever the towers computed in
         directions = ((batch.image_NE[mine], batch.text_NE), (batch.text_NE[mine], batch.image_NE))
         with full_precision(image_nE.device):
             wide = [scalar.to(batch.image_NE.dtype) for scalar in scalars]
@@ -124,6 +127,7 @@ class AtEmbeddings(torch.autograd.Function):
         """Return the gradients, times that of the loss."""
         upstream = upstream * distributed.world_size()  # in fp32, before the cast: safe under an fp16 loss scaler
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        # None for compute, batch and tile
         return None, None, None, *((gradient * upstream).to(dtype) for gradient, dtype in pairs)
 
 
@@ -139,6 +143,7 @@ def _info_nce(
         for part in slices(len(rows_nE), tile):
             logits_TN, own = logits_of(scaled_nE, columns_NE, batch, part)
             positive_T = logits_TN[own]
+            # exp(-inf) = 0 leaves the negatives alone; a row without any has the loss softplus(-inf) = 0
             logits_TN[own] = -torch.inf
             # softplus(lse over the negatives - positive) loses no digits near convergence; lse - positive does. Its
             # usual threshold of 20 would lose 2e-9, which gradient checks in fp64 see.
@@ -146,6 +151,7 @@ def _info_nce(
             lse_n2[part, direction] = positive_T + nll_n2[part, direction]
             if is_one:
                 kept.append((logits_TN, own))
+    # [N, 3]: the log-sum-exp of either direction, and the loss of both
     shared_N3 = distributed.gather(torch.cat([lse_n2, nll_n2.sum(1, keepdim=True)], 1), batch.sizes)
     # expm1 keeps the digits that softmax - 1 would lose where a loss is small
     diagonal_grad_n = torch.expm1(-nll_n2).sum(1)  # softmax - 1, of both directions
@@ -156,6 +162,7 @@ def _info_nce(
         for part in slices(len(rows_nE), tile):
             logits_TN, own = kept.pop(0) if is_one else logits_of(scaled_nE, columns_NE, batch, part)
             weight_TN = (logits_TN - lse_n2[part, direction, None]).exp_()
+            # the same pair seen from its column, whose log-sum-exp another rank may have computed
             weight_TN += logits_TN.sub_(shared_N3[:, 1 - direction]).exp_()
             weight_TN[own] = diagonal_grad_n[part]
             torch.mm(weight_TN, columns_NE, out=grad_nE[part])
@@ -167,6 +174,7 @@ def _info_nce(
 
 def tile_rows(columns: int, device: torch.device) -> int:
     """Return how many rows of so many logits are computed at a time."""
+    # on a CPU 2**24 logits: 4,096 rows of 4,096 columns
     return TILE_ELEMENTS.get(device.type, TILE_ELEMENTS["cuda"]) // max(1, columns) or 1
 
 

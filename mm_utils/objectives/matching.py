@@ -65,6 +65,7 @@ class Matching(TermOnRows):
         negatives = [batch[f"negative_{name}"] for name in names if "negative_input_ids" in batch]
         length_n = own[1].sum(1)
         negative_n = negatives[1].sum(1) if negatives else torch.zeros_like(length_n)
+        # [n, 4]: wrong text, wrong image, tokens of the text and of the negative; copied to the host at once
         drawn_n4 = torch.stack([*self.draw(shared, scale, step), length_n, negative_n], 1)
         tokens = [distributed.gather_ragged(part, sizes, longest=shared.longest) for part in (*own, *negatives)]
         ids = _one_below_the_other(*tokens[::2])
@@ -75,15 +76,20 @@ class Matching(TermOnRows):
         rows = np.arange(first, last)
         with_text = rows[text_N[rows] >= 0]
         with_negative = rows[negative_N[rows] > 0]
+        # texts of any rank, whose wrong image is here
         with_image = np.flatnonzero((image_N >= first) & (image_N < last))
+        # matches, wrong texts, wrong images, negatives of the data
         image_P = np.concatenate([rows, with_text, image_N[with_image], with_negative]) - first
         text_P = np.concatenate([rows, text_N[with_text], with_image, len(text_N) + with_negative])
+        # 0.5 where an image has a drawn text and a negative of the data
         share_N = 1 / np.maximum(1, (text_N >= 0) + (negative_N > 0).astype(int))
         weight_P = np.ones(len(image_P), np.float32)
         weight_P[len(rows) : len(rows) + len(with_text)] = share_N[with_text]
         weight_P[len(image_P) - len(with_negative) :] = share_N[with_negative]
+        # the matches come first
         pairs = Pairs(image_P, text_P, np.arange(len(image_P)) < len(rows), weight_P)
         wrong = ((text_N >= 0) | (negative_N > 0)).sum() + (image_N >= 0).sum()
+        # the sum of all ranks' weights: matches, a wrong text an image, a wrong image a text
         total = torch.tensor(max(1, len(text_N) + int(wrong)))
         return MatchingPlan(total, pairs, range(first, last), np.concatenate([length_N, negative_N]), ids, mask)
 
@@ -95,6 +101,7 @@ class Matching(TermOnRows):
         if len(encoded) < len(plan.rows):
             is_here = (pairs.image_P >= start) & (pairs.image_P < start + len(encoded))
             pairs = Pairs(*(values[is_here] for values in pairs))
+        # longest first, as `length_groups` wants them
         pairs = Pairs(*(values[(-plan.lengths[pairs.text_P]).argsort(kind="stable")] for values in pairs))
         lengths = plan.lengths[pairs.text_P].tolist()
         groups = length_groups(lengths, device.type) if encoded.groups_texts else [range(len(lengths))]
@@ -146,9 +153,11 @@ def _texts(
     own = len(encoded)
     device = plan.input_ids.device
     place_P = text_P - first
+    # the part is the whole global batch, of data without negatives: no text is foreign
     if own == len(plan.input_ids):
         return encoded.text_states, batch["attention_mask"], place_P
     is_foreign = (place_P < 0) | (place_P >= own)
+    # a text that several images here are paired with is encoded once
     wanted, position = np.unique(text_P[is_foreign], return_inverse=True)
     place_P[is_foreign] = own + position
     # Every rank encodes at least one foreign text, because FSDP's ranks must run the same modules.

@@ -149,6 +149,7 @@ class JointObjective(Objective):
         set_row_keys(self.model, batch.get("row_keys"))
         with_pairs = for_backward and self.reads_pairs
         pooled, taps = vision_features(self.model, batch, with_pairs or self.embeds_taps)
+        # keys and values cost a projection of all image tokens, which an embedding alone does without
         image_nE, keys_values = self.model.project_image(pooled, taps if with_pairs else ())
         text = stored_text(self.model, batch, with_pairs)
         if text is None:
@@ -178,6 +179,7 @@ class JointObjective(Objective):
             self._checked_totals = True
             self._check_totals(rows, batch["ids"].device)
         leaves = {
+            # fp32 also where the towers give bf16
             name: value.detach().to(torch.promote_types(value.dtype, torch.float32)).requires_grad_()
             for name, value in encoded.leaves.items()
         }
@@ -194,6 +196,7 @@ class JointObjective(Objective):
                     total = total + weight * value
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if total.requires_grad:
+            # None for what no term reads
             gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         return Plan(dict(zip(leaves, gradients, strict=True)), {"loss": total.detach(), **metrics}, rows)
 

@@ -139,6 +139,7 @@ class EmbeddingTerm(Term):
                 f"of_batch of {own_name(self)} returns a loss without a gradient, which would teach nothing. Compute it from "
                 "image_NE and text_NE, and detach neither."
             )
+        # the value, with `world` times its gradient
         return value.detach() + world * (value - value.detach())
 
     def metrics(self, value: Tensor, own: Encoded) -> Report:

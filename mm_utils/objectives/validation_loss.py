@@ -41,6 +41,7 @@ class ValidationLoss:
         split = self.retrieval.split
         images = len(split.image_ME)
         captions = torch.arange(len(split.text_TE), device=split.text_TE.device)
+        # the first caption of an image is the one with the smallest place
         first_M = split.rows_M.new_zeros(images).scatter_reduce(0, split.owner_T, captions, "amin", include_self=False)
         captions_T = captions if split.text_key_T is None else split.text_key_T
         ids_M2 = torch.stack([split.image_key_M, captions_T[first_M]], 1)

@@ -54,6 +54,7 @@ class Interruption:
             self._since = now
             if os.getpid() == self._process:
                 with suppress(OSError):  # the keyboard's signal may have ended the reader, such as `tee`, before
+                    # not by the logger: the program that is interrupted may hold its lock
                     os.write(2, _MESSAGE)
         # Another number comes from launchers that end
         elif number == self.number and now - self._since > _REPEAT_SECONDS:

@@ -50,6 +50,7 @@ class NonfiniteSteps:
         Raises:
             RunError: if one step too many was not finite.
         """
+        # both at once: the host waits for its device a single time
         loss, norm = torch.stack([report["loss"].float(), report["grad_norm"].float()]).tolist()
         if math.isfinite(loss) and (self.has_scaler or math.isfinite(norm)):
             return math.isfinite(norm) and norm != 0

@@ -88,7 +88,7 @@ class HangDetection(TrainerCallback):
     # -- in the watching thread -----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self.timeout / 5)):
+        while not self._over.wait(min(1.0, self.timeout / 5)):  # five looks in a short timeout
             limit = max(SLOW_PHASE_TIMEOUT, self.timeout) if self._phase in SLOW_PHASES else self.timeout
             idle = time.monotonic() - self._since
             if idle > limit:
@@ -112,6 +112,7 @@ class HangDetection(TrainerCallback):
             limit,
             "".join(traceback.format_list(stack[-12:])).rstrip(),
         )
+        # `os._exit` leaves them running
         for child in multiprocessing.active_children():
             child.kill()
         logging.shutdown()

@@ -126,7 +126,7 @@ def millions(count: int) -> str:
 
 def listed(words: Sequence[str]) -> str:
     """Return words with commas and an "and"."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))  # a, b and c
 
 
 def an(medium: str) -> str:
@@ -204,11 +204,12 @@ def _text(value: object) -> str:
 def _code(value: object) -> str:
     """Format a code span for a table; its fence is longer than any run of backticks inside."""
     text = " ".join(printable(publishable(str(value))).split()).replace("|", r"\|")
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))  # a ` inside takes a fence of ``
     return f"{fence} {text} {fence}" if "`" in text or not text else f"`{text}`"
 
 
 def _fenced(language: str, text: str) -> str:
     text = printable(redact(text))
+    # ``` in the text takes a fence of four
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"

@@ -63,5 +63,6 @@ class RetrievalRecall(evaluate.Metric):
         return {
             **metrics,
             "mean_rank": sum(ranks) / len(ranks),
+            # [2] and [~2], which is [-3]: of five ranks the same one, of four those in the middle
             "median_rank": (ranks[middle] + ranks[~middle]) / 2,
         }

@@ -51,6 +51,7 @@ def dry_run(main: Callable[..., Any], name: str, argv: Sequence[str] | None, giv
     if problem := misplaced(folder, settings) or occupied(folder, args.resume_from_checkpoint):
         raise RunError(problem)
     find_checkpoint(args.resume_from_checkpoint, folder)
+    # the output folder, and some above it, may not be there yet
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     scratch = existing / f".dry-run-{folder.name}"
     largest = args.batch_sizes.sizes[-1]
@@ -75,7 +76,7 @@ def dry_run(main: Callable[..., Any], name: str, argv: Sequence[str] | None, giv
     if has_stages:  # where there is no head, a given flag of it would change the defaults
         overrides["head_share"] = 0.5
     if args.resume_from_checkpoint:
-        overrides["resume_from_checkpoint"] = "latest"
+        overrides["resume_from_checkpoint"] = "latest"  # of an empty folder: a first start
     flags = [word for flag, value in overrides.items() for word in (f"--{flag}", str(value))]
 
     def remove() -> None:
@@ -182,6 +183,7 @@ class _Probe(TrainerCallback):
     def step_seconds(self, stage: int) -> float:
         """Return the mean time of a step of a stage, or of the one before if no step of it was taken; the first one sets up."""
         taken = [steps for steps in self.stages[: stage + 1] if steps][-1]
+        # without the first, which compiles kernels and fills caches, unless it is the only one
         return sum(taken[1:] or taken) / len(taken[1:] or taken)
 
     def _lap(self, name: str) -> None:
@@ -211,6 +213,7 @@ def _forecast(
     for stage, end in enumerate(ends):
         trained = probe.step_seconds(stage)
         loaded = largest / probe.loaded
+        # workers read while the step computes; without workers, one waits for the other
         seconds = max(trained, loaded) if data.loaders.arguments.num_workers else trained + loaded
         training += (sizes.before(end) - sizes.before(begin)) / largest * seconds
         begin = end
@@ -225,6 +228,7 @@ def _forecast(
     # An old one goes after a new one is complete, and the best of a stage stays.
     kept = min(saved, args.save_total_limit + 1 + 2 * args.keeps_best)
     written = [size_of(path) for path in checkpoint_folders(folder)]
+    # the trial evaluated a few images, the run all
     growth = rows["validation"] / len(data.splits["validation"])
     others = evaluations * growth * probe.seconds["evaluation"] + saved * probe.seconds["checkpoint"]
     features = sum(seconds * min(rows["train"], most) / passed for seconds, passed, most in data.passes)

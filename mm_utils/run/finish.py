@@ -300,6 +300,7 @@ def draw_examples(
     examples = []
     count = len(split.text_TE)
     kind = kind_of(rows.features)
+    # a split of fewer captions gives some places twice
     for query in dict.fromkeys(count * place // _QUERIES for place in range(_QUERIES)):
         own = split.caption_key_T[query]
         towers = int(ranks.cosine_Q[query])
@@ -315,7 +316,7 @@ def draw_examples(
         correct = right_items(texts.take(slice(query, query + 1)), images, found[None])[0].tolist()
         examples.append(
             RetrievalExample(
-                row["captions"][query - first],
+                row["captions"][query - first],  # an image's captions are neighbours
                 [_picture(rows[int(split.rows_M[place])]["image"], kind) for place in found.tolist()],
                 scores.tolist(),
                 correct,
@@ -398,7 +399,7 @@ def example_text(data: TrainingData, evaluator: RetrievalEvaluator) -> str:
             texts.append(text)
             found += [text] if rank == 1 else []
     shortest = min(found or texts, key=len)
-    return printable(" ".join(shortest.split()[:_WORDS])).lstrip("-")
+    return printable(" ".join(shortest.split()[:_WORDS])).lstrip("-")  # a hyphen would make a flag of it
 
 
 def evaluation_command(folder: Path, settings: Mapping[str, Any], split: str) -> str:

@@ -95,6 +95,7 @@ def misplaced(folder: Path, config: Mapping[str, Any]) -> str | None:
             continue
         source = Path(value).resolve()
         if name.endswith("_file"):
+            # a folder inside that of the file may be used
             is_among = place in (source, source.parent)
         else:
             is_among = source.is_dir() and source in (place, *place.parents)
@@ -144,6 +145,7 @@ def lock_folder(folder: Path, seconds: float = _LOCK_SECONDS) -> str | None:
     if place in _held and path.exists():
         return None  # closing a second handle would release the first one's lock
     unlock()
+    # a+, as the line of who holds the lock must stay until it is ours
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (open while it is held)
     late = time.monotonic() + seconds
     while True:
@@ -185,6 +187,7 @@ def _new_folder(name: str) -> Path:
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             break
+        # a start was recorded there, and nothing trained; without locks (`_held` is empty) it may still run
         names = {path.name for path in folder.iterdir()}
         if STARTS_FILE in names <= {STARTS_FILE, CONFIG_FILE, LOCK_FILE} and not lock_folder(folder, 0) and _held:
             break

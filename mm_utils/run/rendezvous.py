@@ -64,6 +64,7 @@ def rendezvous(store: dist.Store, rank: int, world_size: int, timeout: float) ->
 
 
 def _connect(url: str, timeout: timedelta, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    # 'fresh://' -> 'env://', by which torch finds the store of the launcher
     for store, rank, world_size in dist.rendezvous(url.replace(_SCHEME, "env", 1), timeout=timeout, **kwargs):
         prefix = rendezvous(store, rank, world_size, timeout.total_seconds())
         yield dist.PrefixStore(prefix, store), rank, world_size

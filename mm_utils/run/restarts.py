@@ -47,6 +47,7 @@ def _launcher_name() -> str | None:
         return os.environ[LAUNCHER_VARIABLE]
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
     folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents  # <folder>/attempt_N/<local rank>/error.json
+    # torchrun without --rdzv_id says 'none', which all launches would share
     name = str(folders[2]) if len(folders) > 3 else run_id if run_id != "none" else ""
     return f"{platform.node()}:{name}" if run_id and name else None
 
@@ -107,6 +108,7 @@ def code_digest() -> str:
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for path in sorted(package.rglob("*.py")):
+        # \0 tells where a name ends and the content begins
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -137,8 +139,9 @@ def device_name(device: torch.device) -> str:
 
 def _commit() -> str | None:
     """Return the code's commit, `-dirty` if changed since; None outside a git checkout."""
+    # --exclude=*: always the hash, never a tag
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # git would refresh its index, and lock it
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(
             command, text=True, timeout=10, stderr=subprocess.DEVNULL, env=environment

@@ -50,7 +50,7 @@ def run_script(main: Callable[[], Any], left: str = "What was not complete is no
     Whatever ends it, its workers end, and after a failure so does the process, seconds later. When one of several processes has
     failed, its launcher ends the others. `left` says what a stopped script leaves on disk.
     """
-    gc.enable()
+    gc.enable()  # `parse_first` has turned it off
     _outlive_readers()
     _stop_at_sigterm()
     status: Any = 1
@@ -58,8 +58,8 @@ def run_script(main: Callable[[], Any], left: str = "What was not complete is no
         main()
         status = 0
     except KeyboardInterrupt as stop:
-        number = next(iter(stop.args), signal.SIGINT)
-        status = 128 + number
+        number = next(iter(stop.args), signal.SIGINT)  # SIGTERM's number, see `stop`; Ctrl-C gives none
+        status = 128 + number  # 130 after Ctrl-C, 143 after SIGTERM
         if distributed.rank() == 0:
             logging.getLogger("mm_utils").warning("Stopped by %s. %s", signal.Signals(number).name, left)
         sys.exit(status)
@@ -101,7 +101,7 @@ def _stop_at_sigterm() -> None:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() == process:
             raise KeyboardInterrupt(number)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # a forked process ends as it would without this handler
 
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, stop)
@@ -167,6 +167,7 @@ def _outlive_readers() -> None:
 def _give_way(error: Exception) -> None:
     """Let the process that failed first, or the first of those that fail alike, say so: the launcher then ends this one."""
     if distributed.is_lost_connection(error):
+        # who lost a connection speaks last, as the process that it lost knows why
         time.sleep(3 * GRACE_SECONDS)
     elif int(os.environ.get("LOCAL_RANK", "0")):
         time.sleep(GRACE_SECONDS)

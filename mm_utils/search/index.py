@@ -169,6 +169,7 @@ def _read(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
     if content.pop("format") != "tandem-index" or content.pop("version") != VERSION:
         raise ValueError("it is of another version")
     info = IndexInfo(**content)
+    # a name alone, which leads nowhere else
     rows = datasets.Dataset.from_file(str(folder / Path(info.rows).name))
     table = rows.data.table
     if not table.schema.equals(info.columns) or _checksum(table) != info.crc32 or not isinstance(info.model, str):
@@ -178,7 +179,7 @@ def _read(folder: Path) -> tuple[IndexInfo, datasets.Dataset]:
 
 def _checksum(table: pa.Table) -> int:
     """Return the CRC-32 of all columns but `_UNCHECKED`, as they lie in their files."""
-    found = len(table)
+    found = len(table)  # the number of rows, which no buffer holds
     for name in table.column_names:
         for chunk in () if name in _UNCHECKED else table[name].chunks:
             for buffer in chunk.buffers():
@@ -191,6 +192,7 @@ def write_index(folder: Path, info: IndexInfo, tables: Iterable[pa.Table] | None
 
     A process that has the old rows open can still read them.
     """
+    # 'rows-3f2a9c01.arrow', never the name of rows that a process has open
     new = folder / f"rows-{uuid.uuid4().hex[:8]}.arrow"
     try:
         if tables is not None:

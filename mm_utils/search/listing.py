@@ -166,6 +166,7 @@ def day_taken(content: bytes) -> str:
         inside = exif.get_ifd(ExifTags.IFD.Exif)
         taken = inside.get(ExifTags.Base.DateTimeOriginal) or inside.get(ExifTags.Base.DateTimeDigitized)
         taken = str(taken or exif.get(ExifTags.Base.DateTime))
+        # '2024:05:31 10:00:00' -> '2024-05-31'
         return str(datetime.date.fromisoformat(taken[:10].replace(":", "-")))
     except (
         Exception

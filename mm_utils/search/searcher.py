@@ -49,6 +49,7 @@ _LARGE = 1600  # pixels of the longer side of an image that is looked at
 _FEW = 30  # images with captions, or without; mean and deviation of fewer say little
 _HANDICAP = 0.15  # of images with captions among others, in standard deviations; see `fused`
 LEAST_LEVEL = 1000  # images from which `Searcher.level` is kept and said; fewer are looked through, and the line errs where a model knows little
+# '-people' in 'a beach -people', but neither 'state-of-the-art' nor '-5'
 _OFF = re.compile(r"(?:^|\s)-(?=[^\W\d_])(\S+)")  # a word that is taken off
 _OFF_WEIGHT = 0.5  # of 343 pairs of words in Flickr8k, 0.25 keeps more of what is taken off, and 1 loses more of what is asked for
 _SAME = 0.999  # cosine of an image with itself, embedded and rounded elsewhere
@@ -157,6 +158,7 @@ class Searcher:
             ValueError: for a folder that there is not, a date of another form, or days of an index without any.
         """
         ids = self._rows.data.column("id")
+        # "" for no folder, which all ids begin with
         fits = pc.starts_with(ids, f"{folder.strip('/')}/".lstrip("/")).to_numpy()
         if not fits.any():
             folders = sorted({name.rpartition("/")[0] for name in ids.to_pylist()} - {""})
@@ -164,6 +166,7 @@ class Searcher:
             raise ValueError(f"--folder is {folder}; the index has {shown}. Give one that it has, or none.")
         for name, text in (("since", since), ("until", until)):
             try:
+                # '2024-05' -> '2024-05-01-01' -> '2024-05-01', and '2024' -> '2024-01-01'
                 datetime.date.fromisoformat(f"{text or '2024'}-01-01"[: max(10, len(text))])
             except ValueError as error:
                 raise ValueError(
@@ -180,6 +183,7 @@ class Searcher:
                     "EXIF, which prepared sets do not keep: embed the files by --images."
                 )
             new.undated = int((fits & ~has_day).sum())
+            # ISO dates compare as texts: '2024-05-01' >= '2024-05', and '2024-05-31'[:7] <= '2024-05'
             fits &= has_day & pc.greater_equal(days, since).to_numpy()
             fits &= pc.less_equal(pc.utf8_slice_codeunits(days, 0, len(until)), until).to_numpy()
         new._mask_N = fits
@@ -256,6 +260,7 @@ class Searcher:
             UnreadableError: if it cannot be read.
         """
         example = read_query(file, self._medium)
+        # -1 where no row has the path
         own = pc.index(self._rows.data.column("path"), os.path.abspath(file)).as_py() if isinstance(file, str) else -1
         with self._lock, torch.no_grad():
             scored = self._score(self._embedded(example))
@@ -352,7 +357,7 @@ class Searcher:
 
     def _folded(self, scored: "_Scored", count: int, without: int = -1) -> tuple[list[int], dict[int, list[int]]]:
         """Return the places of the best images, best first, without a row; and the rows of their copies by place."""
-        wide = 2 * count + 1
+        wide = 2 * count + 1  # as many copies as hits, and the row itself
         while True:
             found = best(scored.by_n, wide)
             places = [at for at in found if scored.rows[at] != without]
@@ -360,6 +365,7 @@ class Searcher:
             # Copies of copies are one picture, as in `copies()`.
             group_of = groups(len(places), pairs).tolist()
             folded = [place for at, place in enumerate(places) if group_of[at] == at]
+            # enough, or no row is left to look at
             if len(folded) >= count or len(found) < wide:
                 copies: dict[int, list[int]] = {}
                 for place, first in zip(places, group_of, strict=True):
@@ -460,6 +466,7 @@ def best(by_n: Tensor, count: int) -> list[int]:
     """Return the places of the highest scores, best first; of equal ones, the first comes first."""
     kept = torch.arange(len(by_n))
     if 0 < count < len(by_n):
+        # `topk` takes any of the equal scores at its end
         kept = (by_n >= by_n.topk(count).values[-1]).nonzero().flatten()
     return kept[by_n[kept].sort(descending=True, stable=True).indices[:count]].tolist()
 

@@ -98,6 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not _HOST.fullmatch(host):
             raise _Refused(403, "This name is not served. Open http://127.0.0.1 with the port.")
         is_visit = self.command == "GET" and self.path.partition("?")[0] == "/"
+        # none: the person opened it, by the address line or a bookmark; old browsers do not say
         is_own = is_visit or self.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
         if not is_own or self.headers.get("origin") not in (None, f"http://{host}", f"https://{host}"):
             raise _Refused(403, "Requests of other pages are not answered.")
@@ -166,6 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _count(self) -> int:
         count = self.asked.get("k", "24")
+        # int() would also take ' 7 ', '1_0' and digits of other scripts
         if not re.fullmatch("[0-9]{1,4}", count) or not 1 <= int(count) <= MOST_HITS:
             raise _Refused(400, f"k is not a number from 1 to {MOST_HITS}.")
         return int(count)

@@ -126,8 +126,9 @@ class _Plan:
         self.parts = read_parts(folder, info)
         known = pa.concat_tables([old, *self.parts.values()])
         row_of = {
-            repr(list(key.values())): row
+            repr(list(key.values())): row  # a text, as lists have no hash
             for row, key in enumerate(known.select(KEY).to_pylist())
+            # captions of the old rows may be embedded by another text tower; those of parts never are
             if row >= len(old) or same_texts or not key["captions"]
         }
         self.places: list[tuple[str, str]] = []
@@ -162,6 +163,7 @@ class _Plan:
             reasons = "; ".join(line["detail"] for line in lines[:3])
             raise RunError(f"No {self.info.medium} can be read; the first reasons are: {reasons}")
         before = enumerate(zip(self.old["path"].to_pylist(), self.old["split"].to_pylist(), strict=True))
+        # the same rows in the same order, paths and splits: the file stays
         is_old = self.info.rows and chosen == list(before)
         write_index(self.folder, self.info, None if is_old else self._blocks(known, chosen), lines)
         counts = {"embedded": len(self.todo) - len(skipped), "kept": len(self.rows) - len(self.todo)}
@@ -219,6 +221,7 @@ def read_share(
     with tqdm(total=total, desc=title, unit=f" {embedder.medium.kind}s", disable=is_quiet) as bar:
         for batch in loader:
             yield [each for each in batch if "square" in each], [each for each in batch if "reason" in each]
+            # the other ranks embed about as many meanwhile
             bar.update(min(len(batch) * accelerator.num_processes, total - bar.n))
 
 
@@ -245,6 +248,7 @@ def embed_batch(examples: list[dict[str, Any]], embedder: Embedder, accelerator:
 def _means(embeds: Tensor, counts: list[int]) -> list[np.ndarray | None]:
     """Return the unit vectors of the means of unit vectors, in float16; None of no vector."""
     units = normalize(embeds.float(), dim=-1).split(counts)
+    # zeros where no item has a vector, as `torch.stack` refuses an empty list
     means = torch.stack([normalize(each.mean(0), dim=0) for each in units if len(each)] or [embeds[:0].sum(0)])
     rounded = means.half().cpu()
     if any(counts):

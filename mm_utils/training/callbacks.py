@@ -42,6 +42,7 @@ class CallbackRunner:
         for callback in self.callbacks:
             method = getattr(callback, event, None)
             if method is not None:
+                # most callbacks return nothing
                 self.control = method(args, state, self.control, **shared, **values) or self.control
 
     def sync(self, *numbers: int) -> list[int]:
@@ -105,6 +106,7 @@ class ProgressBar(TrainerCallback):
                 shown.append(f"{logs['gpu']:.0%} gpu")
             self.bar.set_postfix_str(", ".join(shown))
         figures = [
+            # 'eval_text_to_image_recall@1' is shown as 'text to image recall@1'
             f"{name.removeprefix('eval_').replace('_', ' ')} {value:.3f}"
             for name, value in logs.items()
             if name.endswith(("recall@1", "mean_recall", "eval_accuracy"))

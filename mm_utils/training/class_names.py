@@ -64,7 +64,9 @@ def read_classes(name: str | None, tower: PreTrainedModel, pool: Pool) -> SeenCl
     config = None if name is None else load_config(f"--vision_model_name_or_path is {name}", name)
     names = [value for _, value in sorted((getattr(config, "id2label", None) or {}).items())]
     architectures = getattr(config, "architectures", None) or ()
+    # 'ViTForImageClassification' -> 'ForImageClassification'
     kind = next((kind for each in architectures for kind in CLASSIFIERS if each.endswith(kind)), None)
+    # 'LABEL_0' is what transformers writes where a config names no classes
     if name is None or kind is None or not names or names[0] == "LABEL_0":
         return None
     classifier = CLASSIFIERS[kind].from_pretrained(name, use_safetensors=True, dtype="float32").eval()

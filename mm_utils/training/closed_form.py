@@ -64,6 +64,7 @@ class Features:
 
 def _moments(image_MA: Tensor, text_TB: Tensor, owner_T: Tensor) -> list[Tensor]:
     """Return sums in which every image weighs 1, shared by its captions: `[]`, `[A]`, `[B]`, `[A, A]`, `[B, B]`, `[A, B]`."""
+    # of an image with 5 captions, each weighs 0.2
     weight_T1 = 1 / owner_T.bincount()[owner_T, None].to(text_TB)
     image_TA = image_MA[owner_T]
     weighed_TA = weight_T1 * image_TA
@@ -140,6 +141,7 @@ def stack(known: MapPair | None, fitted: MapPair, weight: float, features: Featu
         return known
 
     def blocks(old: Tensor, new: Tensor, rows: Tensor) -> Tensor:
+        # the weight enters both maps, and a cosine is a product of both: so its root
         return torch.cat([math.sqrt(1 - weight) * _level(old, rows), math.sqrt(weight) * _level(new, rows)], 1)
 
     return blocks(known[0], fitted[0], features.image_MA), blocks(known[1], fitted[1], features.text_TB)
@@ -182,6 +184,7 @@ def fit(features: Features, width: int, known: MapPair | None = None) -> ClosedF
     total = features.moments()
     others = []
     for fold in held_out:
+        # sums over three folds are those over all less those over one: the pairs are read once
         others.append(Maps([whole - part for whole, part in zip(total, fold.moments(), strict=True)]))
     known = None if known is None else (known[0].cpu().double(), known[1].cpu().double())
 
@@ -194,7 +197,7 @@ def fit(features: Features, width: int, known: MapPair | None = None) -> ClosedF
             loss, recall = _judge(part, *maps)
             losses.append(loss)
             recalls.append(recall)
-        loss = torch.stack(losses)
+        loss = torch.stack(losses)  # [folds, scales]
         best = int(loss.mean(0).argmin())
         return loss[:, best].mean().item(), SCALES[best], *torch.stack(recalls).mean(0).tolist()
 
@@ -202,7 +205,7 @@ def fit(features: Features, width: int, known: MapPair | None = None) -> ClosedF
     judged = dict[tuple[float, float], tuple[float, float, float, float]]()
     for shrinkage in SHRINKAGES:
         judged[shrinkage, 0.0] = judge(shrinkage, 0.0)
-        if judged[shrinkage, 0.0] > min(judged.values()):
+        if judged[shrinkage, 0.0] > min(judged.values()):  # of tuples: the loss is their first entry
             break
     shrinkage, _ = min(judged, key=judged.__getitem__)
     if features.names_MB is not None:
@@ -219,7 +222,7 @@ def fit(features: Features, width: int, known: MapPair | None = None) -> ClosedF
         best = tried[shrinkage, pair_weight]
     _, scale, *recalls = best
     fitted = Maps(total).of(shrinkage, name_weight, width)
-    means = (total[1] / total[0], total[2] / total[0])
+    means = (total[1] / total[0], total[2] / total[0])  # total[0] is the number of images
     maps = stack(known, fitted, pair_weight, features)
     shown = (recalls[0], recalls[1])
     return ClosedForm(*maps, scale, shrinkage, name_weight, shown, images // FOLDS, *means, pair_weight)
@@ -227,6 +230,7 @@ def fit(features: Features, width: int, known: MapPair | None = None) -> ClosedF
 
 def _judge(held_out: Features, image_AE: Tensor, text_BE: Tensor) -> tuple[Tensor, Tensor]:
     """Return InfoNCE at each of `SCALES`, and recall@1 both ways, with one caption an image."""
+    # captions lie in the order of their images
     first_M = torch.searchsorted(held_out.owner_T, torch.arange(len(held_out.image_MA)))
     cosine_MM = _unit(held_out.text_TB[first_M] @ text_BE) @ _unit(held_out.image_MA @ image_AE).T
     target_M = torch.arange(len(cosine_MM))
@@ -241,6 +245,7 @@ def _judge(held_out: Features, image_AE: Tensor, text_BE: Tensor) -> tuple[Tenso
 def _principal_axes(total: Tensor, second_moment: Tensor) -> tuple[Tensor, Tensor]:
     """Return variances, and the axes `[C, C]` in columns, without the direction of the mean."""
     direction = F.normalize(total, dim=0)
+    # takes the part along the mean out of a vector
     projector = torch.eye(len(direction), dtype=direction.dtype) - torch.outer(direction, direction)
     values, vectors = torch.linalg.eigh(projector @ second_moment @ projector)
     return values.clamp(min=0), projector @ vectors

@@ -205,12 +205,14 @@ def _image_features(
         return [pooled, *taps]
 
     blank = run(data.loaders.blank(1))  # for the shapes
+    # 'vision_taps_0', 'vision_taps_1', ...
     names = ["vision_pooled", *(f"vision_taps_{place}" for place in range(len(blank) - 1))]
     for draws, batch in zip(batches, data.loaders.evaluation(rows, data.eval_batch_size), strict=True):
         places = {row: place for place, (row, _) in enumerate(draws)}
         there = torch.tensor([places.pop(row) for row in batch["rows"].tolist()], device=blank[0].device).long()
         found = run(batch["pixel_values"]) if len(there) else [value[:0] for value in blank]
         values = [
+            # an image that cannot be decoded keeps its row, of zeros, and has its reason in SKIPPED
             none.new_zeros(len(draws), *none.shape[1:]).index_copy(0, there, value)
             for none, value in zip(blank, found, strict=True)
         ]
@@ -247,7 +249,7 @@ def _text_features(
                 pooled_tC, states_tLC = model.text_features(*send_to_device(padded, device), with_taps=with_states)
             pooled[places] = pooled_tC.float().cpu()
             for place, state_LC in zip(places, states_tLC if with_states else (), strict=False):
-                states[place] = state_LC[: len(captions[place])].float().cpu()
+                states[place] = state_LC[: len(captions[place])].float().cpu()  # without its padding
         features: dict[str, tuple[Any, ...]] = {"text_pooled": (pooled, counts)}
         if with_states:
             features["text_states"] = (torch.cat([none, *states]), [len(ids) for ids in captions], counts)

@@ -16,7 +16,9 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError, StopIteration), open("/proc/self/status", encoding="ascii") as status:
+        # 'VmHWM:\t  812345 kB'
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
+    # Linux counts kibibytes, macOS bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -39,4 +41,4 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # 5 resets VmHWM (man 5 proc)

@@ -126,6 +126,7 @@ def blocks(objective: nn.Module) -> list[str]:
     names = set[str]()
     for module in objective.modules():
         for block in module if isinstance(module, (nn.ModuleList, nn.Sequential)) else ():
+            # 'ViTLayer' and the like, not an nn.Linear that stands in an nn.Sequential
             is_own = not type(block).__module__.startswith("torch.")
             if is_own and sum(weight.numel() for weight in block.parameters()) >= MIN_BLOCK_PARAMETERS:
                 names.add(type(block).__name__)

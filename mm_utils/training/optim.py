@@ -19,6 +19,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw_torch_fused": (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-6, "fused": True}),
     "adamw_torch": (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-6, "fused": False}),
     "sgd": (torch.optim.SGD, {}),
+    # else it would choose its rate by itself
     "adafactor": (Adafactor, {"scale_parameter": False, "relative_step": False}),
 }
 """Classes by `transformers`' names, with their settings there."""
@@ -48,6 +49,7 @@ def scratch_rate(config: PreTrainedConfig) -> float:
     layers = getattr(config, "num_hidden_layers", None)
     if not width or not layers:  # a network of convolutions
         return NEW_RATE
+    # 192 wide with 2 layers: 1e-3; 384 wide with 12: 8e-5
     return NEW_RATE * min(1.0, 192 / width * 2 / layers)
 
 
@@ -55,6 +57,7 @@ def warmup_steps(max_steps: int, args: OptimizerArguments) -> float:
     """Return the steps in which the rate rises."""
     if args.warmup_ratio is not None:
         return args.warmup_ratio * max_steps
+    # of 30 steps 12, of 100 steps 20, of 1,000 steps 50
     return max(0.05 * max_steps, min(WARMUP_STEPS, 0.4 * max_steps))
 
 
@@ -76,6 +79,7 @@ def _schedule_of(name: str, warmup: int, max_steps: int) -> Callable[[int], floa
     """Return a schedule of `transformers` as a function of the step, so that a resumed run needs no state of it."""
     settings = {"min_lr_rate": _RATE_KEPT} if name.endswith("_with_min_lr") else {}
     if name == "warmup_stable_decay":
+        # a long warm-up leaves less than a fifth to fall in
         settings["num_decay_steps"] = min(math.ceil(_DECAY_SHARE * max_steps), max_steps - warmup)
     peak = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)  # rates are then shares of it
     scheduler = get_scheduler(name, peak, warmup, max_steps, settings)
@@ -96,8 +100,10 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        # 'model.vision_model.layer...' of an objective, 'vision_model.layer...' of a model
         backbone = any(f".{tower}" in f".{name}" for tower in TOWERS)
         # Matrices of weights decay; learned tokens and positions do not.
+        # a table of [1, C] is no matrix
         decays = sum(size > 1 for size in parameter.shape) > 1 and not _LEARNED_TOKENS.search(name)
         group = {"lr": rates[name], "peak_lr": rates[name], "weight_decay": args.weight_decay if decays else 0.0}
         groups.setdefault((backbone, rates[name], decays), {"params": [], **group})["params"].append(parameter)

@@ -98,6 +98,7 @@ class Stage:
 
 def evaluations(history: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
     """Return the rows of a log that are of evaluations, by step."""
+    # a row of training steps has `loss`; the figures of an evaluation begin with eval_
     return {int(row["step"]): row for row in history if "loss" not in row}
 
 
@@ -114,6 +115,7 @@ def stages_of(objective: Objective, args: TrainingArguments, head_share: float, 
     if not objective.pairs_per_image:
         return [Stage("encoders", 0, steps, trained, metric)]
     of_head = "head_mean_recall" if metric in ("mean_recall", "loss") else metric  # the head changes neither
+    # 'text_to_image_recall@1' -> 'rerank_text_to_image_recall@1'
     of_head = f"rerank_{metric}" if metric.startswith(_OF_ENCODERS) else of_head
     is_new = any(name.startswith("fusion.") for name in objective.added)
     head = Stage(
@@ -129,6 +131,7 @@ def stages_of(objective: Objective, args: TrainingArguments, head_share: float, 
     without_encoders = {name: size for name, size in trained.items() if not name.startswith(ENCODERS)}
     encoders = Stage("encoders", 0, begin, without_head, metric, begin == steps)
     head = replace(head, begin=begin, trains=without_encoders, rate=HEAD_RATE)
+    # of a single step, round(0.5) = 0 leaves the head's stage alone
     return [stage for stage in (encoders, head) if stage.begin < stage.end]
 
 

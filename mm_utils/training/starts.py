@@ -281,7 +281,7 @@ def paired_features(
             if classes is not None:
                 seen.append(classes.probabilities(pooled[-1] if "vision_pooled" in batch else None) @ name_NB)
             texts.append(text_features(batch))
-            owners.append(batch["caption_image"] + number)
+            owners.append(batch["caption_image"] + number)  # among the rows of this rank
             number += len(batch["rows"])
     if classes is not None:
         classes.handle.remove()
@@ -291,7 +291,7 @@ def paired_features(
         raise ValueError(
             "no training image of the sample for the closed form could be decoded. Give images that can be read."
         )
-    owners = [owner + sum(sizes[: distributed.rank()]) for owner in owners]
+    owners = [owner + sum(sizes[: distributed.rank()]) for owner in owners]  # among those of all ranks
     return Features(
         distributed.gather(torch.cat(pooled), sizes),
         distributed.gather(torch.cat(texts), caption_sizes),

@@ -45,7 +45,7 @@ class TrainStep:
         self.unwrapped: Any = self.accelerator.unwrap_model(self.objective)
         self.sizes = self.args.batch_sizes
         size = self.args.micro_batch_size
-        share = -(-max(self.sizes.sizes) // distributed.world_size())
+        share = -(-max(self.sizes.sizes) // distributed.world_size())  # rounded up
         # Pairs that this rank holds at a time, None for all; "auto" is all of this process, halved when memory runs out.
         self.micro_batch_size = None if size is None else share if size == "auto" else int(size)
         path = Path(str(self.args.output_dir), NONFINITE_FILE)
@@ -63,7 +63,7 @@ class TrainStep:
         """
         if self._is_first or not (self.objective.training and self.unwrapped.model.training):  # 3 % of a small step
             self.objective.train()
-        growth = (self.sizes.at(step) / self.sizes.at(0)) ** BATCH_EXPONENT
+        growth = (self.sizes.at(step) / self.sizes.at(0)) ** BATCH_EXPONENT  # from 256 to 1,024 pairs: 2
         rate = growth * schedule(step - self.stage.begin, self.stage.end - self.stage.begin, self.optimizer_args)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rate * self.stage.rate
@@ -109,7 +109,7 @@ class TrainStep:
         def restart() -> None:
             self.optimizer.zero_grad()
             place = (self.args.seed * 1_000_003 + step) * distributed.world_size() + distributed.rank()
-            set_seed(place % 2**32)
+            set_seed(place % 2**32)  # numpy takes no larger seed
 
         report, self.micro_batch_size = backward_that_fits(
             self.accelerator, self.objective, batch, step, self.micro_batch_size, restart

@@ -43,6 +43,7 @@ class Tracking(TrainerCallback):
 
         def start(name: str) -> None:
             kind = LOGGER_TYPE_TO_CLASS[name]
+            # tensorboard writes into a folder, wandb does not ask for one
             tracker = kind(run, *[str(output_dir)] if kind.requires_logging_directory else [])
             tracker.start()
             self.trackers.append(tracker)

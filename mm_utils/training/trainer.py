@@ -88,6 +88,7 @@ class Trainer:
         accelerator = training.accelerator
         self.steps = args.total_steps(data.num_rows)  # of all stages
         self.stage = stage = stage or stages_of(objective, args, 0.0, data.num_rows)[0]
+        # of 25 steps, every third is logged
         every = args.logging_steps if args.logging_steps >= 0 else min(10, -(-self.steps // 10))
         # Early stopping reads the metric from the arguments.
         args = replace(args, metric_for_best_model=stage.metric, logging_steps=every)
@@ -107,6 +108,7 @@ class Trainer:
             is_world_process_zero=accelerator.is_main_process,
             is_local_process_zero=accelerator.is_local_main_process,
         )
+        # rounded up; callbacks read it
         self.state.num_train_epochs = -(-self.sizes.before(self.state.max_steps) // data.num_rows)
         self.step = TrainStep(args, training.optimizer_args, accelerator, self.objective, self.optimizer, stage)
         early = [EarlyStoppingCallback(args.early_stopping_patience)] if args.early_stopping_patience else []
@@ -229,7 +231,7 @@ class Trainer:
                 "A step takes %d pairs at once on this CPU, and a system that lacks the memory kills the run without a word. If it "
                 "does, give --micro_batch_size %d, which learns the same in a third more time",
                 pairs,
-                _MANY // 4,
+                _MANY // 4,  # 32 pairs
             )
         self.callbacks.call("on_train_begin")
         if known and self.args.keeps_best and resume_from is None:

@@ -46,8 +46,10 @@ def to_arrow(values: Tensor, *counts: Sequence[int]) -> pa.Array:
     """
     array = pa.array(values.reshape(-1).cpu().numpy())
     for size in reversed(values.shape[1:]):
+        # of [n, 3, 4]: lists of 4, then lists of 3 of these
         array = pa.FixedSizeListArray.from_arrays(array, size)
     for lengths in counts:
+        # lengths 2, 1, 3 are the offsets 0, 2, 3, 6
         array = pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), array)
     return array
 
@@ -56,6 +58,7 @@ def add_weights(digest: Any, weights: Mapping[str, Tensor]) -> None:
     """Add names, types, shapes and values of weights to a hash, sorted by name."""
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        # as bytes, since numpy has no bfloat16
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 

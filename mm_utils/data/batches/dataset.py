@@ -124,6 +124,7 @@ class TrainingTransform(EvaluationTransform):
         ]
         shown = None
         if SKIPPED not in row:
+            # Random hashes a string by SHA-512, which is the same on every machine
             rng = random.Random(f"{self.seed} {row['epoch']} {row['id']}")
             example["pixel_values"], shown = self.medium.read(row["image"], rng)
             if self.horizontal_flip and rng.random() < 0.5 and not has_sides(row):
@@ -154,6 +155,7 @@ class Pairs(Dataset):
 
     def __getitems__(self, draws: Sequence[Draw]) -> list[Example]:
         examples = []
+        # a step has draws of one epoch, or of two where it reaches over the end of the first
         for epoch, drawn in groupby(draws, key=itemgetter(1)):
             rows = [row for row, _ in drawn]
             for row, example, stored in zip(rows, self._view(epoch)[rows]["example"], self._stored(rows), strict=True):
@@ -242,6 +244,7 @@ class Collator:
             all_ids = [example["all_input_ids"] for example in kept]
             most = max(map(len, all_ids), default=1)
             ids, mask = pad_captions(
+                # of 2 captions where another image has 3: a, b, []
                 [ids for row in all_ids for ids in [*row, *[[]] * most][:most]], self.pad_token_id
             )
             batch["all_input_ids"] = ids.view(-1, most, ids.shape[1])

@@ -118,6 +118,7 @@ class Loaders:
     def evaluation(self, rows: datasets.Dataset, batch_size: int) -> DeviceLoader:
         """Return this rank's share of all rows, each with all its captions, in order."""
         self.check_medium(rows)
+        # a teacher says nothing in evaluation
         rows = rows.remove_columns([name for name in rows.column_names if name.startswith(OF_TEACHER)])
         readers = [reader for reader in self._readers(rows) if reader.in_evaluation]
         pairs = Pairs(rows, EvaluationTransform(self.medium, readers))

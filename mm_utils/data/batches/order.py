@@ -44,6 +44,7 @@ class GlobalOrder:
 
     def batch(self, step: int, mine: slice = slice(None)) -> list[Draw]:
         """Return the draws of global batch `step`, counted from 0, or a part of them."""
+        # of 1,000 rows and batches of 64, step 15 takes the last 40 of epoch 0 and the first 24 of epoch 1
         epoch, low = divmod(self.sizes.before(step), self.num_rows)
         places = np.arange(low, low + self.sizes.at(step))[mine]
         now = places < self.num_rows
@@ -62,10 +63,12 @@ class GlobalOrder:
             rows = self._permutation(later)
             step = self.sizes.step_of(later * self.num_rows)  # of the epoch's first row
             size = self.sizes.at(step)
+            # rows of the epoch before, which the batch begins with
             carried = later * self.num_rows - self.sizes.before(step)
             if carried:
                 head = rows[:size]
                 clash = np.isin(rows[:size], before[-carried:])
+                # the batch takes `size - carried` of these: at most `carried` clash, and go behind them
                 rows[:size] = np.concatenate([head[~clash], head[clash]])
         return rows
 

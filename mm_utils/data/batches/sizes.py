@@ -56,6 +56,7 @@ class BatchSizes:
     def before(self, step: int) -> int:
         """Return the number of pairs in all steps before `step`."""
         phase = self._phase(step)
+        # before step 3000 of 0:256,2000:512 are 2000 x 256 + 1000 x 512 pairs
         spans = zip(self.sizes, pairwise(self.starts[: phase + 1]), strict=False)
         whole = sum(size * (stop - start) for size, (start, stop) in spans)
         return whole + self.sizes[phase] * (step - self.starts[phase])

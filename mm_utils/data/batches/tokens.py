@@ -151,6 +151,7 @@ def unread(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int, 
     """Return a sentence each on texts that are cut and on many unknown tokens; `what` is what the texts are, in words."""
     reach = Reach.of(tokenizer, most)
     said = []
+    # so large a limit cuts nothing
     ids = token_ids(tokenizer, list(texts), 1 << 30) if texts else []
     lengths = list(map(len, ids))
     if longer := sum(length > most for length in lengths):
@@ -162,6 +163,7 @@ def unread(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int, 
             "--max_seq_length."
         )
     unknown = sum(map(reach.unknown_words, ids))
+    # without special tokens
     words = sum(lengths) - len(ids) * len(encode_captions(tokenizer, [""], most)[0])
     if unknown > _MANY_UNKNOWN * words:
         said.append(
@@ -179,7 +181,7 @@ def unread_captions(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, 
 
 def evenly_spread(rows: datasets.Dataset) -> datasets.Dataset:
     """Return at most `_LOOKED_AT` rows, at equal distances; all of fewer."""
-    return rows.select(range(0, len(rows), 1 + len(rows) // _LOOKED_AT))
+    return rows.select(range(0, len(rows), 1 + len(rows) // _LOOKED_AT))  # of 25,000 rows every third
 
 
 def fingerprint(rows: datasets.Dataset) -> str:
@@ -204,6 +206,7 @@ def occurring_tokens(rows: datasets.Dataset, vocabulary: int) -> Tensor | None:
     occurs = torch.zeros(vocabulary, dtype=torch.bool)
     for batch in arrow_batches(rows, ["input_ids"], _BATCH // 10):
         for chunk in batch["input_ids"].chunks:
+            # rows of captions of ids are flattened twice
             occurs[torch.from_numpy(chunk.flatten().flatten().unique().to_numpy().astype(np.int64))] = True
         if 2 * occurs.sum() > vocabulary:
             return None

@@ -33,7 +33,7 @@ def picture(value: Mapping[str, Any], kind: str = "image", min_side: int | None 
     if kind == "sound":
         return _spectrogram(value["bytes"])
     frames, _ = read_avi(value["bytes"])
-    places = [(2 * quarter + 1) * len(frames) // 8 for quarter in range(4)]
+    places = [(2 * quarter + 1) * len(frames) // 8 for quarter in range(4)]  # of 8 frames: 1, 3, 5, 7
     shown = [open_image({"bytes": bytes(frames[place]), "path": None}, min_side) for place in places]
     width, height = shown[0].size
     found = Image.new("RGB", (2 * width + _GAP, 2 * height + _GAP), "white")

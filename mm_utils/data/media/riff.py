@@ -29,7 +29,7 @@ def write_wav(samples: np.ndarray, rate: int) -> bytes:
     """Return a WAV file of mono int16 samples `[n]`, at `rate` a second."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
-        file.setparams((1, 2, rate, 0, "NONE", ""))
+        file.setparams((1, 2, rate, 0, "NONE", ""))  # channels, bytes a sample, rate, frames
         file.writeframes(np.ascontiguousarray(samples, "<i2").tobytes())
     return buffer.getvalue()
 
@@ -56,7 +56,7 @@ def store_clip(
     original_size = (0, 0)
     last = None
     for frame in frames:
-        if frame is last:
+        if frame is last:  # the same object: it is shown for longer
             jpegs.append(b"")
             continue
         last = frame
@@ -75,10 +75,11 @@ def store_clip(
 
 def write_avi(frames: Sequence[bytes], fps: float, size: tuple[int, int]) -> bytes:
     """Return an AVI file of JPEG frames of one `size`, (width, height); an empty one shows the frame before for longer."""
-    rate = Fraction(fps).limit_denominator(1_000_000)
+    rate = Fraction(fps).limit_denominator(1_000_000)  # 29.97 -> 2997 / 100
     count = len(frames)
     largest = max(map(len, frames), default=0)
     most = largest * -(-rate.numerator // rate.denominator)  # bytes a second
+    # microseconds a frame, bytes a second, -, it has an index, frames, -, streams, largest frame, size
     main = struct.pack("<14I", round(1e6 / rate), most, 0, 0x10, count, 0, 1, largest, *size, 0, 0, 0, 0)
     timing = (rate.denominator, rate.numerator, 0, count, largest, 0xFFFFFFFF, 0)
     stream = struct.pack("<4s4sIHHIIIIIIII4H", b"vids", b"MJPG", 0, 0, 0, 0, *timing, 0, 0, *size)
@@ -86,7 +87,7 @@ def write_avi(frames: Sequence[bytes], fps: float, size: tuple[int, int]) -> byt
     streams = _chunk(b"LIST", b"strl" + _chunk(b"strh", stream) + _chunk(b"strf", picture))
     headers = _chunk(b"LIST", b"hdrl" + _chunk(b"avih", main) + streams)
     chunks = [_chunk(_FRAME, frame) for frame in frames]
-    at = len(b"movi")
+    at = len(b"movi")  # offsets of the index count from this word
     entries = []
     for frame, chunk in zip(frames, chunks, strict=True):
         entries.append(struct.pack("<4sIII", _FRAME, _KEY_FRAME if frame else 0, at, len(frame)))
@@ -127,6 +128,7 @@ def read_avi(content: bytes) -> tuple[list[memoryview], float]:
         if bytes(frame[:2]) != b"\xff\xd8" and (size or not frames):
             raise UnreadableError("an AVI file with frames that are not JPEG files", _REASON)
         frames.append(frame if size else frames[-1])
+    # in the stream's header, they stand behind 'vids', 'MJPG' and 12 bytes more
     scale, rate = struct.unpack_from("<2I", content, stream + 20)
     if not (scale and rate and frames) or content[at : at + 4] != _INDEX:
         raise UnreadableError("an AVI file that is damaged between its frames", _REASON)

@@ -58,7 +58,7 @@ def check_image(
         raise Fault(error.reason, str(error)) from error
     except Exception as error:  # the decoders raise no closed set of errors, either
         raise _decoder_fault(data, error) from error
-    form = "JPEG" if header.format == "MPO" else str(header.format)
+    form = "JPEG" if header.format == "MPO" else str(header.format)  # more pictures follow the first JPEG
     return CheckedImage(image, width, height, form, notes)
 
 
@@ -88,6 +88,7 @@ def _header_fault(data: bytes, error: Exception) -> Fault:
         return Fault("image_unknown_format", kind or f"it begins with {data[:8].hex(' ')}")
     if kind == "HEIC" and "HEIF" not in FORMATS:
         return Fault("image_unknown_format", "HEIC, which is read after pip install pillow-heif")
+    # width and height; what a cut header lacks counts as 1s
     if kind == "PNG" and 0 in struct.unpack(">II", data[16:24].ljust(8, b"\1")):
         return Fault("zero_size", "a PNG header that says so")
     return _decoder_fault(data, error)
@@ -110,14 +111,14 @@ _KINDS = {
     "GIF": rb"GIF8[79]a",
     "WEBP": rb"RIFF....WEBP",
     "BMP": rb"BM",
-    "TIFF": rb"II[*+]\0|MM\0[*+]",
+    "TIFF": rb"II[*+]\0|MM\0[*+]",  # of both byte orders, and BigTIFF with its +
     "AVIF": rb"....ftypavi[fs]",
     "HEIC": rb"....ftyp(hei[cmsx]|hev[cmsx]|mif1|msf1)",
 }
 _NO_IMAGES = {
     "an HTML page": rb"\s*<(!doctype html|html|head|body)",
     "a Git LFS pointer": rb"version https://git-lfs",
-    "a video": rb"....ftyp|\x1aE\xdf\xa3",
+    "a video": rb"....ftyp|\x1aE\xdf\xa3",  # behind AVIF and HEIC, which have ftyp too
 }
 _OTHER_KINDS = {
     "SVG": rb"\s*(<\?xml.{0,400})?<(!--.{0,400}-->|!DOCTYPE svg|svg)",
@@ -138,6 +139,7 @@ def _kind_of(content: bytes) -> str | None:
 
 _BLANK = "\u2800\u115f\u1160\u3164\uffa0\ufffd"  # letters and symbols that show nothing
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# commands to a terminal, such as '\x1b[31m' for red
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # those that `str.split` does not take for space
 _PLACEHOLDERS = {
@@ -153,6 +155,7 @@ _FILE_NAME = re.compile(
     r"|(?:img|dsc[a-z]?|pict?|pxl|mvimg|gopr?|dji|sam|cimg|p(?=\d{7}))[-_]?\d{3,}[-_\w]*(?: ?\(\d+\))?",  # of cameras
     re.IGNORECASE,
 )
+# four numbers and more: '12, 40, 210.5, 96'
 _NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:[ ,;]+[-+]?\d[\d.e-]*){3,}")
 _MARKUP = re.compile(
     r"&(?:[a-z]{2,8}\d{0,2}|#\d{1,7}|#x[0-9a-f]{1,6});|"
@@ -180,8 +183,10 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
     whole = value.strip()
     part = whole[: 2 * limit]  # composing takes quadratic time in a run of combining marks
     text, notes = _clean(part)
+    # letters, numbers and symbols, of which emoji are some
     if not any(unicodedata.category(character)[0] in "LNS" and character not in _BLANK for character in text):
         raise Fault("caption_empty", ascii(part[:80]))
+    # 'N/A', '<nan>', '[object Object]'
     if not _PLACEHOLDERS.isdisjoint((text.casefold(), text.casefold().strip(" .\"'<>()[]{}#"))):
         raise Fault("caption_nan", repr(text))
     if _NUMBERS.fullmatch(text):
@@ -189,6 +194,7 @@ def check_caption(value: Any, limits: CheckArguments) -> tuple[str, tuple[str, .
     if len(text) <= _LONGEST_NAME and _FILE_NAME.fullmatch(text):
         raise Fault("caption_is_file_name", repr(text))
     if len(text) > limit or len(part) < len(whole):
+        # the last blank of the second half; without one, a word is cut
         border = text.rfind(" ", limit // 2, limit + 1)
         text = text[: limit if border == -1 else border]
         notes.append("caption_cut")
@@ -221,6 +227,7 @@ def _clean(text: str) -> tuple[str, list[str]]:
     notes = []
     if not (text.isascii() and text.isprintable()):
         if _SURROGATE.search(text):
+            # two halves of a pair become one character, and a lone one U+FFFD
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             notes.append("caption_surrogate_replaced")
         plain = _CONTROL.sub("", _ESCAPE.sub("", text)).strip("\ufeff")

@@ -108,6 +108,7 @@ def reconcile(
     split_N, found.duplicates["groups"] = _filled(split_N, image_N, group_U, facts, args, earlier)
 
     rows = np.flatnonzero(keep_N & (id_N >= 0))
+    # id and split as one number: the same id in another split is a leak, and is judged above
     first = _first_of(id_N * len(SPLITS) + split_N, rows)
     for row, other in np.stack([rows, first], axis=1)[image_N[rows] != image_N[first]]:
         keep_N[row] = False
@@ -199,8 +200,9 @@ def _leaks(
     group_U = groups(int(image_N.max()) + 1, np.concatenate(links))
     pairs = leaking(group_U[image_N])
     row_P, other_P = pairs.T
+    # -1 is no id, or no group, and equals nothing
     same = [(each[row_P] == each[other_P]) & (each[row_P] >= 0) for each in codes]
-    return group_U, pairs, np.select(same, [0, 1, 2, 3], 1)
+    return group_U, pairs, np.select(same, [0, 1, 2, 3], 1)  # 1: linked by a chain of others
 
 
 def _linked(image_N: np.ndarray, codes_N: np.ndarray) -> np.ndarray:
@@ -280,11 +282,11 @@ def _filled(
     _, first_U = np.unique(image_N, return_index=True)
     files_U = _codes(facts["file_hash"])[first_U]
     parts = np.flatnonzero(files_U >= 0)  # clips or sounds that may be parts of one file
-    links_U2 = np.stack([group_U, np.arange(len(group_U))], axis=1)
+    links_U2 = np.stack([group_U, np.arange(len(group_U))], axis=1)  # to the first image of the group
     group_U = groups(len(group_U), np.concatenate([links_U2, np.stack([_first_of(files_U, parts), parts], axis=1)]))
     group_N = group_U[image_N]
     of_group = np.full(len(group_U), -1, dtype=np.int8)
-    np.maximum.at(of_group, group_N, split_N)
+    np.maximum.at(of_group, group_N, split_N)  # -1 is none, and the test split wins over all
     if earlier is not None:
         place_N = places_of(pa.table({"id": facts["name"], "image_hash": facts["image_hash"]}), earlier)
         splits = np.append(_places_of_splits(earlier["split"]), np.int8(-1))
@@ -310,6 +312,7 @@ def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
     Frames of a film do. Pictures that are far apart hardly ever agree in so many bits by chance.
     """
     table = pandas.DataFrame({name: facts[name].to_pandas() for name in ("id", "source", "group")})
+    # 'film_0012.jpg' -> 'film_', '0012', ''; eighteen digits fit into int64
     names = table["id"].astype(str).str.extract(r"(?s)^(.*?)(\d{1,18})(\D*?)(?:\.\w+)?$")
     table["key"] = table["source"] + "/" + names[0] + "#" + names[2]
     table = table[table["id"].notna() & table["group"].isna() & names[1].notna()]
@@ -321,6 +324,7 @@ def _neighbours(rows: dict[str, np.ndarray], facts: pa.Table) -> dict[str, Any]:
     pairs = pandas.merge_asof(outside, train, "number", by="key", direction="nearest", tolerance=_BESIDE).dropna()
     found: dict[str, Any] = {"outside": len(outside), "count": 0, "example": ""}
     for pair in pairs[["row_x", "row_y"]].astype(np.int64).to_numpy():
+        # as `FINGERPRINT` begins; clips and sounds have zeros
         hashes = [int.from_bytes((facts["fingerprint"][at].as_py() or b"")[:8], "little") for at in pair.tolist()]
         if all(hashes) and (hashes[0] ^ hashes[1]).bit_count() <= _LIKE:
             found["count"] += 1

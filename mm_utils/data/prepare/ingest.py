@@ -220,6 +220,7 @@ def ingest_rows(rows: Rows, plan: IngestPlan, work: Path) -> Iterator[tuple[Path
             chunks = enumerate(cut_into_chunks(rows))
             count = 0
             while True:
+                # two chunks a worker: one under way, and one that waits
                 for number, chunk in itertools.islice(chunks, 2 * plan.workers - len(under_way)):
                     under_way.append(pool.submit(ingest, number, chunk, parts, plan.checks, plan.storage))
                 if not under_way:
@@ -263,6 +264,7 @@ def _named(sources: list[Source]) -> list[Source]:
     """Add the folder to equal names of sources; refuse a name that is given to two."""
     names = Counter(source.name for source in sources)
     sources = [
+        # '/data/a/pairs.csv' -> 'a/pairs.csv'
         replace(source, name="/".join(Path(source.path).parts[-2:])) if names[source.name] > 1 else source
         for source in sources
     ]
@@ -294,7 +296,7 @@ def refuse_hopeless(found: Ingested, name: str, most: float, none_left: bool = F
         f"({', '.join(f'{reason}: {count:,}' for reason, count in reasons)}). The first is {first['where']}: "
         f"{first['detail']}. {REASONS[reasons[0][0]]}"
         + f" So many may mean that the source is read wrongly. If not, and they shall be left out, {remedy}."
-        * (bad < rows)
+        * (bad < rows)  # not where all are bad
     )
 
 
@@ -319,6 +321,7 @@ def cut_into_chunks(items: Rows) -> Iterator[tuple[Record | BadRow, ...]]:
     """Cut rows into chunks: small ones first, to fill all cores, then large ones."""
     waiting = iter(items)
     for number in itertools.count():
+        # 16,384 rows in chunks of 64, then chunks of 2,048
         chunk = tuple(itertools.islice(waiting, FIRST_CHUNK if number < 256 else 2048))
         if not chunk:
             return
@@ -377,6 +380,7 @@ def read_facts(parts: Sequence[Path], own_ids: bool) -> pa.Table:
     """Read all columns of the parts but the images, and add `name`, the row's id, with `own_ids` as the source gives it."""
     names = [name for name in PART_SCHEMA.names if name != "image"]
     facts = pa.concat_tables([read_part(part, names) for part in parts])
+    # 128 of 256 bits
     hashes = facts["stored_hash"] if own_ids else pc.utf8_slice_codeunits(facts["image_hash"], 0, 32)
     ids = pc.coalesce(facts["id"], hashes)
     several = not own_ids and len(facts["source"].unique()) > 1
@@ -428,6 +432,7 @@ class Worker:
         """Return the good captions, each once; raise the last fault if none is good."""
         good, faults, found = check_captions(record.captions, self.checks)
         self.result.notes.update(found)
+        # the last one is raised, and set aside where it is caught
         self._set_aside(record, *faults[: None if good else -1])
         if not good:
             raise faults[-1]

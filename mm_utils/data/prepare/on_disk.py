@@ -178,7 +178,7 @@ def _write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm
     known = [name for name in _DECIDING if name in schema.names]
     digest = hashlib.blake2b(digest_size=8)
     shards: list[Path] = []
-    written = SHARD_BYTES
+    written = SHARD_BYTES  # so that the first table opens a shard
     with ExitStack() as opened:
         for table in itertools.chain([first], tables):
             if written >= SHARD_BYTES:
@@ -190,6 +190,7 @@ def _write_split(tables: Iterator[pa.Table], split: str, folder: Path, bar: tqdm
             bar.update(len(table))
             digest.update(repr(table.select(known).to_pylist()).encode())
             written += table.nbytes
+    # 'data-00000-of-00003.arrow', ...
     names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
     for shard, name in zip(shards, names, strict=True):
         shard.rename(folder / name)
@@ -218,7 +219,7 @@ def content_id(stored_hash: str, captions: Sequence[str]) -> str:
     """Return the BLAKE2b-128 over the hash of the stored bytes and the captions."""
     digest = hashlib.blake2b(stored_hash.encode(), digest_size=16)
     for caption in captions:
-        digest.update(b"\0" + caption.encode())
+        digest.update(b"\0" + caption.encode())  # keeps ['ab', 'c'] and ['a', 'bc'] apart
     return digest.hexdigest()
 
 
@@ -227,5 +228,6 @@ def _joined(facts: pa.Table, rows: list[int]) -> dict[str, Any]:
     joined = {}
     for name in _TEXT:
         values = [value for row in rows for value in facts[name][row].as_py() or []]
+        # by `repr`, as lists and dicts have no hash
         joined[name] = list({repr(value): value for value in values}.values())
     return joined

@@ -48,7 +48,9 @@ def fingerprint(image: Image.Image) -> bytes:
     """
     cells = np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BOX), dtype=np.float32)
     waves = _COSINES @ (cells @ _GREY_WEIGHTS) @ _COSINES.T
+    # each of the 8 x 8 cells is the mean of 4 x 4
     thumbnail = cells.reshape(8, 4, 8, 4, 3).mean(axis=(1, 3)).round().astype(np.uint8)
+    # 8 bytes of bits, 192 of colours
     return np.packbits(waves[_VERTICAL, _HORIZONTAL] > 0).tobytes() + thumbnail.tobytes()
 
 
@@ -76,6 +78,7 @@ def pairs_within(hashes_N: np.ndarray, radius: int, sift: Callable[[np.ndarray],
         key=lambda k: math.comb(radius + k, k) * size * (5 + size / 2 ** (64 * k / (radius + k) + 1)),
     )
     bits = np.uint64(1) << np.arange(64, dtype=np.uint64)
+    # masks; with a radius of 8 and k = 3, nine bands of 6 bits and two of 5
     bands = [np.bitwise_or.reduce(part) for part in np.array_split(bits, radius + count)]
 
     def search(chosen: tuple[int, ...]) -> list[np.ndarray]:
@@ -98,6 +101,7 @@ def _pairs_that_agree(
     keys = keys[order]
     hashes = hashes_N[order]
     left = np.arange(len(keys))
+    # neighbours in the order of the keys, then the next but one, until no two keys are equal
     for gap in range(1, len(keys)):
         left = left[: np.searchsorted(left, len(keys) - gap)]
         left = left[keys[left] == keys[left + gap]]
@@ -106,7 +110,7 @@ def _pairs_that_agree(
         differing = hashes[left] ^ hashes[left + gap]
         near = np.flatnonzero(np.bitwise_count(differing) <= radius)
         for band in differ:
-            near = near[differing[near] & band != 0]
+            near = near[differing[near] & band != 0]  # & binds closer than !=, unlike in C
         for start in range(0, len(near), _CHUNK):
             rows = left[near[start : start + _CHUNK]]
             yield np.sort(np.stack([order[rows], order[rows + gap]], axis=1), axis=1)
@@ -129,6 +133,7 @@ def leaks(splits_N: np.ndarray, groups_N: np.ndarray) -> np.ndarray:
 
     Of a group the rows of the highest split stay, in the order train, validation, test.
     """
+    # by group, in it the test split first, in that by row: the last key counts first
     order = np.lexsort((np.arange(len(splits_N)), -splits_N.astype(np.int64), groups_N))
     _, first, place = np.unique(groups_N[order], return_index=True, return_inverse=True)
     winner = np.empty(len(splits_N), dtype=np.int64)
@@ -150,8 +155,8 @@ def assign_splits(groups_N: np.ndarray, keys: Iterable[str], fractions: Sequence
     first, place = np.unique(groups_N, return_inverse=True)
     digests = (hashlib.blake2b(f"\0{key}".encode("utf-8", "surrogatepass"), digest_size=8) for key in keys)
     digests_N = np.fromiter((int.from_bytes(each.digest(), "little") for each in digests), "<u8", len(groups_N))
-    positions = digests_N[first] / 2.0**64
-    bounds = np.cumsum(fractions)[:-1]
+    positions = digests_N[first] / 2.0**64  # in [0, 1]
+    bounds = np.cumsum(fractions)[:-1]  # 0.8, 0.1, 0.1 -> 0.8, 0.9
     if least:
         order = np.argsort(-positions)[np.count_nonzero(positions >= bounds[1]) :]  # the third split's come first
         rows = np.bincount(place)[order].cumsum()
@@ -168,6 +173,7 @@ def _distinct(prints_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     parts = np.split(prints_N["thumbnail"], range(_CHUNK, len(prints_N), _CHUNK))
     spread = np.concatenate([(part.reshape(len(part), 64, 3) @ _GREY_WEIGHTS).std(axis=1) for part in parts])
     rows = np.flatnonzero(spread >= _FLAT)
+    # 200 bytes as one value, so that rows are compared as a whole
     whole = np.ascontiguousarray(prints_N[rows]).view(f"V{FINGERPRINT.itemsize}")
     _, first, place = np.unique(whole, return_index=True, return_inverse=True)
     first_rows = rows[first[place]]

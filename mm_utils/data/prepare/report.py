@@ -120,6 +120,7 @@ def measure(pairs: DatasetDict) -> tuple[Summary, Summary]:
             words = own.to_pylist()
             keys.append(np.array([caption_key(text) for text in words], np.int64))
             lengths += [len(_WORD.findall(text)) for text in words if len(text) > _MOST - 2]
+            # more than a third of the characters
             foreign += sum(3 * len(_NOT_LATIN.findall(text)) > len(text) for text in words if not text.isascii())
             owners.append(np.repeat(images + np.arange(len(batch)), pc.list_value_length(batch["captions"])))
             images += len(batch)
@@ -128,6 +129,7 @@ def measure(pairs: DatasetDict) -> tuple[Summary, Summary]:
     keys_M = np.concatenate(keys)
     text = pa.chunked_array(texts, pa.string())
     _, first = np.unique(keys_M, return_index=True)
+    # each caption of an image once, then the images of each caption
     _, counts = np.unique(np.unique(np.stack([keys_M, np.concatenate(owners)]), axis=1)[0], return_counts=True)
     # Such a caption describes none of its images well, and in a batch these are each other's false negatives.
     many = np.flatnonzero(counts > max(10, 0.01 * images)).tolist()
@@ -186,7 +188,7 @@ def write_report(folder: Path, pairs: DatasetDict, summary: Summary) -> None:
     """Write `report.md`, and `pairs.jpg`, a contact sheet of random pairs; only the images that are shown are read."""
     kind = summary["medium"]
     rng = np.random.default_rng(0)
-    share = math.ceil(_SHOWN_PAIRS / max(1, len(pairs)))
+    share = math.ceil(_SHOWN_PAIRS / max(1, len(pairs)))  # 8 of each of three splits
     chosen = {name: sorted(rng.permutation(len(rows))[:share].tolist()) for name, rows in pairs.items()}
     draw_contact_sheet(
         [_tile(pairs[name], row, name) for name in chosen for row in chosen[name]], folder / "pairs.jpg"

@@ -44,6 +44,7 @@ def parse_source(item: str, paths: PathArguments | None = None) -> Source:
     Raises:
         ValueError: for an unknown key or an impossible value.
     """
+    # 'a\,b.csv,format=csv' -> 'a,b.csv', 'format=csv'
     path, *rest = [part.replace("\\,", ",") for part in re.split(r"(?<!\\),", item)]
     internal = ("path", "title", "labelled", "label_column", "file_split", "only", "paths")
     known = [each.name for each in dataclasses.fields(Source) if each.name not in internal]

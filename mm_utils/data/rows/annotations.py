@@ -26,12 +26,15 @@ from mm_utils.data.rows.text_files import (
 )
 from mm_utils.text import shortened
 
+# '1000268201_693b08cb0e.jpg#0<TAB>A child in a pink dress', as Flickr8k has it
 _TOKEN = re.compile(r"(?P<name>[^\t]+)#\d+\t(?P<caption>.*)")
+# '1000092795.jpg| 0| Two young guys', as Flickr30k's table has it
 _PIPES = re.compile(r"(?P<name>[^|]+)\|\s*\d+\s*\|(?P<caption>.*)")
 _HEADER = re.compile(r"\w+\s*[,|]\s*\w+(\s*[,|]\s*\w+)*$")
 _COMMA = re.compile(r"(?P<name>[^,]+),(?P<caption>.*)")
 _TOKEN_LINE = re.compile(r"^[^\t\n]+#\d+\t", re.MULTILINE)
 _FLICKR_HEADER = re.compile(r"image(_name)?\s*(,\s*caption|\|\s*comment)")
+# '"images": [{' or '"annotations": []', behind `info` and `licenses` of any length
 _COCO_LIST = re.compile(rb'"(images|annotations)"\s*:\s*\[\s*[{\]]')
 _NEXT = 1 << 16  # bytes after the beginning of a list that tell Karpathy's splits
 
@@ -66,6 +69,7 @@ def _format_of_document(path: Path) -> str | None:
 
 def read_coco(source: Source) -> Records:
     """Join ``images`` and ``annotations`` by ``image_id``: one record an image; ValueError if no annotation has a caption."""
+    # {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"image_id": 1, "caption": "a dog"}]}
     document, builder = _open_document(source, "images", "annotations")
     annotations: defaultdict[str, list[tuple[str, Any]]] = defaultdict(list)
     texts = partial(_with, keys=("caption", "image_id"))
@@ -96,6 +100,7 @@ def read_coco(source: Source) -> Records:
 
 def read_karpathy(source: Source) -> Records:
     """Read ``images[].sentences[].raw`` with their splits; restval counts as train."""
+    # {"images": [{"filename": "a.jpg", "split": "val", "cocoid": 1, "sentences": [{"raw": "a dog"}]}]}
     document, builder = _open_document(source, "images")
 
     def image(item: Any) -> Values:
@@ -104,6 +109,7 @@ def read_karpathy(source: Source) -> Records:
             raise Fault("unmatched_image", "it has no sentences")
         captions = [_with(sentence, ("raw",))["raw"] for sentence in sentences]
         path = "/".join(filter(None, (row.get("filepath"), str(_with(row, ("filename",))["filename"]))))
+        # COCO's number, else Karpathy's own, else the path
         key = next((row[name] for name in ("cocoid", "imgid") if row.get(name) is not None), path)
         return {"image": path, "captions": captions, "id": key, "split": row.get("split")}
 
@@ -135,7 +141,7 @@ def read_flickr(source: Source) -> Records:
             raise Fault("malformed_row", "it is not an image's name and its caption")
         caption = found["caption"].strip()
         if len(caption) > 1 and caption[0] == caption[-1] == '"':
-            caption = caption[1:-1].replace('""', '"')
+            caption = caption[1:-1].replace('""', '"')  # '"a dog ""Rex"" runs"' -> 'a dog "Rex" runs'
         return {"image": found["name"].strip(), "caption": caption}
 
     below = ((number, line) for number, line in lines if line.strip() and not (has_header and number == 1))
@@ -174,6 +180,7 @@ def _with(item: Any, keys: Iterable[str]) -> Values:
     """Return an object that has the keys, and a value for those that name something; raises the fault of another."""
     row = checked_object(item)
     for key in keys:
+        # a caption may be null, which is a fault of its own; what joins the rows may not
         if row.get(key) is None and (key not in row or key.endswith("id")):
             raise Fault("missing_column", f"there is no {key}")
     return row

@@ -170,6 +170,7 @@ def _find_medium(
         kind = typed.get(wanted.image) or own.get(_plain(wanted.image))
         return kind or kind_of_value(first.get(wanted.image)) or "image"
     found = {kind: name for name, kind in typed.items()}
+    # of two columns of a kind, the first
     found |= {own[_plain(name)]: name for name in reversed(names) if _plain(name) in own}
     if len(found) > 1:
         columns = " and ".join(found.values())
@@ -213,6 +214,7 @@ def tell_read(columns: Mapping[str, str | None], title: str) -> None:
 def tell_others(kind: str, read: str | None, names: Iterable[str], usual: Sequence[str]) -> None:
     """Log, once, that of several columns of usual names one alone is read; the files of a folder have the same ones."""
     known = set(map(_plain, usual))
+    # caption1 and caption2 could be the caption, too
     others = [name for name in names if name != read and _plain(name).rstrip("0123456789") in known]
     if read is not None and others:
         tell_once(
@@ -243,7 +245,7 @@ def tell_times(names: Sequence[str], medium: str, title: str) -> None:
 
 def _plain(name: str) -> str:
     """Return a name such as "Image path" as it is compared."""
-    return re.sub(r"[\s_-]", "", name.lower())
+    return re.sub(r"[\s_-]", "", name.lower())  # 'Image path', 'image_path' -> 'imagepath'
 
 
 def close_to(word: str, known: Any) -> str:
@@ -265,6 +267,7 @@ def is_null(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
+# ['a', 'b'], ["a"], ('a', 'b'), array(['a', 'b'])
 _LIST = re.compile(r"""(?:array\()?[\[(]\s*['"{\[]""")  # how a list of texts begins that a program wrote
 _LONGEST_LIST = 100_000  # characters
 
@@ -279,13 +282,16 @@ def texts_of(value: Any) -> list[Any]:
     text = value.strip() if isinstance(value, str) else ""
     if not _LIST.match(text) or len(text) > _LONGEST_LIST:
         return [value]
+    # ["a", "b"] is JSON, ['a', 'b'] is Python
     for parse in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             items = parse(text)
+            # NumPy's ['a' 'b'] is one text to Python, 'ab'
             if all(item is None or isinstance(item, str) for item in items) and not re.search(
                 r"""['"]\s+['"]""", text
             ):
                 return list(items) if isinstance(items, (list, tuple)) else [value]
+    # a text in brackets, such as ('Untitled', by a friend)
     if text.startswith("("):
         return [value]
     raise Fault("caption_list", f"{text[:80]!r} looks like a list of texts, and does not parse as one")
@@ -308,6 +314,7 @@ def answers_of(value: Any, classes: Sequence[str] = ()) -> list[str]:
         if isinstance(answer, (list, dict)):
             raise Fault("bad_label", f"a label is {excerpt(str(answer))[:40]}, not a name or a number")
         if classes and isinstance(answer, int):
+            # -1 is no label, as `datasets` marks the rows of a hidden test split
             found += [classes[answer]] if 0 <= answer < len(classes) else []
         elif not is_null(answer):
             # Pandas writes a class 3 beside an empty cell as 3.0
@@ -390,6 +397,7 @@ def least_held_out(images: int) -> int:
 
 def count_held_out(images: int, most: int = HOLDOUT_MOST) -> int:
     """Return how many images training holds out of so many, if there is no validation split."""
+    # of 100 images 20, of 1,000 images 50, of 100,000 images 2,000
     return min(most, max(1, least_held_out(images), round(HOLDOUT_FRACTION * images)))
 
 
@@ -420,8 +428,9 @@ def held_out(ids: Sequence[str], classes: Mapping[str, str] | None = None) -> se
         if not sizes[name] and len(of_class[name]) > 1 and sum(sizes.values()) < 2 * count:
             sizes[name] = 1
     missing = max(0, count - sum(sizes.values()))  # by rounding down
+    # the largest remainders first
     for name in sorted(of_class, key=lambda name: (-(count * len(of_class[name]) % len(ids)), name))[:missing]:
-        sizes[name] += len(of_class[name]) > sizes[name] + 1
+        sizes[name] += len(of_class[name]) > sizes[name] + 1  # one of each class is left to train on
     if not any(sizes.values()):  # every class has one
         return set(heapq.nsmallest(count, ids, key=_hash))
     return {each for name, inside in of_class.items() for each in heapq.nsmallest(sizes[name], inside, key=_hash)}

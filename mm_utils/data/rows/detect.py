@@ -159,6 +159,7 @@ def detect(source: Source) -> str:
         return _of_folder(path, source)
     if path.is_file():
         return _of_file(path, source)
+    # 'mnist' or 'owner/name'; one with a suffix is a file that is not there
     if re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", source.path) and not path.suffix:
         return "datasets"
     raise ValueError(f"{source.title}; {missing(source.path, is_local=True) or 'it is neither a file nor a folder.'}")
@@ -237,6 +238,7 @@ def _of_folder(path: Path, source: Source) -> str:
 
 def _check_card(folder: Path, source: Source) -> None:
     card = folder / "README.md"
+    # the head of a card lists them: '- config_name: en'
     if card.is_file() and not card.is_symlink() and card.read_bytes()[:_HEAD].count(b"config_name:") > 1:
         raise ValueError(f"{source.title}; its card names several configurations. Give the files of one of them.")
 

@@ -17,6 +17,7 @@ _SERVICE = {  # of NAS, archivers and systems
     *("@eadir", "@recycle", "#recycle", "__macosx", "__pycache__", "$recycle.bin", "lost+found", "thumbs.db"),
     *("system volume information", "desktop.ini", ".ds_store"),
 }
+# README.zh.md, LICENSE, data.sha256, img2dataset's 00000_stats.json
 _HARMLESS = re.compile(  # what people and programs write about data
     r"(readme|licen[cs]e|copying|notice|citation|changelog|authors|checksums?|(md5|sha\d*)sums?)"
     r"((\.[\w-]+)?\.(md|txt|rst|html|cff))?|.*(\.(md5|sha1|sha256|sha512)|_stats\.json)|dataset_infos?\.json|_success",
@@ -115,6 +116,7 @@ def walk(folder: str, unread: Unread | None = None) -> Iterator[tuple[str, list[
                 unread.add("hidden", path)
             elif name in inside and os.path.islink(os.path.join(place, name)):
                 unread.faults.append(Fault("linked_folder", path))
+        # in place: `os.walk` enters the folders that are left in this list
         inside[:] = sorted(name for name in inside if not is_service(name))
         yield place, sorted(name for name in names if not is_service(name))
     unread.faults += (file_fault(error, os.path.relpath(str(error.filename), folder)) for error in failed)

@@ -31,16 +31,17 @@ from mm_utils.text import one_line
 logger = logging.getLogger(__name__)
 
 _LONGEST_CAPTION_FILE = 1 << 20  # bytes
-WORDNET_ID = re.compile(r"n\d{8}")
+WORDNET_ID = re.compile(r"n\d{8}")  # n01440764 is a tench
 _KEYS = (
     *("id", "index", "idx", "number", "class_id", "label_id", "class_index"),
     *("wnid", "synset", "folder", "label", "class"),
 )
 _NAMES = ("name", "names", "class_name", "label_name", "title", "category", "class", "classes", "label", "labels")
 _LISTS = ("id2label", "names", "categories", "classes", "labels")  # where files of other programs keep them
+# '0: tench', 'n01440764 tench', '1) goldfish'
 _NUMBERED = re.compile(r"(\d+|n\d{8})\s*([\s,;:|=.)])\s*(\S.*)")
 _NAME = re.compile(r"[\w(]")
-_LAST_NUMBER = re.compile(r"(\D.*?)\s*[\s,;:|]\s*(\d+)")
+_LAST_NUMBER = re.compile(r"(\D.*?)\s*[\s,;:|]\s*(\d+)")  # 'dog,151'
 _LONGEST_NAMES = 16 << 20  # bytes of a file of names
 
 
@@ -180,11 +181,13 @@ def class_names(source: Source) -> dict[str, str]:
         raise ValueError(f"{title}; it cannot be read ({reason}). Write lines of 'id name'.") from error
     if found and all(name.isdecimal() for name in found.values()) and not all(map(str.isdecimal, found)):
         found = {name: key for key, name in found.items()}  # a name and its number
+    # 'tench, Tinca tinca' -> 'tench'
     return {class_key(key): readable(name.split(",")[0]) for key, name in found.items()}
 
 
 def class_key(name: str) -> str:
     """Return a folder's name or a number as `class_names` has it."""
+    # '007' -> '7'
     return str(int(name)) if name.isdecimal() else unicodedata.normalize("NFC", name.strip())
 
 
@@ -202,9 +205,11 @@ def _names_of_lines(text: str) -> dict[str, str]:
     numbered = [_NUMBERED.fullmatch(line) for line in lines]
     numbers = sorted(int(line[1]) for line in numbered if line and line[1].isdecimal())
     is_numbered = len(numbers) == len(lines) == len(set(numbers))
+    # numbers with gaps and a blank behind: '101 Dalmatians' may be a name
     if is_numbered and numbers[-1] - numbers[0] >= len(lines) and any(line and line[2] == " " for line in numbered):
         raise ValueError("every line begins with a number, which may be a label or part of the name")
     last = {line[1]: line[2] for line in map(_LAST_NUMBER.fullmatch, lines) if line}
+    # numbers that count the lines, from 0 or from 1
     if len(last) == len(lines) and max(map(int, last.values())) <= len(lines):
         return last
     found = {}
@@ -227,6 +232,7 @@ def _names_of_document(text: str) -> dict[str, str]:
         lines = text.splitlines()
         is_rows = len(lines) > 1 and lines[0].startswith("{") and lines[0].rstrip().endswith("}")
         content = [json.loads(line) for line in lines if line.strip()] if is_rows else yaml.safe_load(text)
+    # {"info": {...}, "categories": [{"id": 1, "name": "dog"}]}
     while isinstance(content, dict) and (
         inside := [name for name in _LISTS if isinstance(content.get(name), (list, dict))]
     ):
@@ -237,6 +243,7 @@ def _names_of_document(text: str) -> dict[str, str]:
             key = next((value[name] for name in _KEYS if name in value), key)
             value = next(value[name] for name in _NAMES if name in value and value[name] != key)
         if isinstance(value, list):
+            # {"0": ["n01440764", "tench"]} names by number and by WordNet id
             *ids, value = value if WORDNET_ID.fullmatch(str(value[0])) else value[:1]
             found |= {str(each): value for each in ids}
         if not isinstance(value, (str, int)) or isinstance(key, (list, dict)):

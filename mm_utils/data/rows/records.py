@@ -184,6 +184,7 @@ class RecordBuilder:
         if isinstance(written, str) and written.startswith("data:"):
             raise Fault("bad_path", f"{written[:40]}... is a file written as text, not a path")
         if isinstance(written, str) and written.startswith("file:///"):
+            # 'file:///data/a%20b.jpg' -> '/data/a b.jpg'
             written = unquote(written.removeprefix("file://"))
         path = image_path(written, self.jail)
         inside = path.startswith(self._id_root + os.sep)
@@ -234,6 +235,7 @@ class RecordBuilder:
             cut = tuple(_time_of(values.get(name)) for name in ("start", "end"))
             beside |= {"cut": cut, "moments": known.get("moments")}
             if key is not None and cut != (None, None):
+                # 'a.mp4#2.5-7.0', or 'a.mp4#2.5-' up to the end
                 key = storable(f"{key}#{'-'.join('' if time is None else str(time) for time in cut)}")
         if columns.group and not is_null(group := values.get(columns.group)):
             beside["group"] = storable(str(group).strip())
@@ -274,6 +276,7 @@ class _Cursor:
         self._held: Values | Fault = {}
 
     def cell(self, row: int) -> Any:
+        # the row that is held and the next 32 are reached by reading on
         if not self._next - 1 <= row <= self._next + _PARQUET_BATCH:
             self._next = row
             self._cells = self._file.cells([self._column], _PARQUET_BATCH, row)

@@ -65,13 +65,14 @@ def open_builder(name: str, config: str | None = None) -> DatasetBuilder:
     """
     builder = load_dataset_builder(name, config)
     for file in (str(file) for files in (builder.config.data_files or {}).values() for file in files):
-        if not file.startswith("hf://datasets/"):
+        if not file.startswith("hf://datasets/"):  # hf://datasets/owner/name@revision/file
             raise Fault("outside_root", f"its data file {file} is not in the data set")
     return builder
 
 
 def folders_of(name: str) -> tuple[str, str]:
     """Return the folders where the images of a data set lie: its own, or its part of the cache, and what `datasets` fetched."""
+    # 'owner/name' -> 'datasets--owner--name'
     own = name if os.path.isdir(name) else os.path.join(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
     return own, str(datasets.config.DOWNLOADED_DATASETS_PATH)
 

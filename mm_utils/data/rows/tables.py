@@ -159,6 +159,7 @@ def table_of(rows: Rows, source: Source, file: str | Path) -> Table:
     if isinstance(values, Fault) and not read:
         raise ValueError(f"{file}, {place} is {values.detail}. {REASONS[values.reason]}")
     names = dict.fromkeys(name for row in read for name in row if name is not None)
+    # of each column the first value that is not null, as earlier rows are laid over later ones
     first = {name: value for row in reversed(read) for name, value in row.items() if not is_null(value)}
     columns = find_columns(list(names), title, source.columns, first=first)
     return columns, itertools.chain(head, rows)
@@ -186,7 +187,7 @@ def _parquet_table(path: Path, source: Source) -> Table:
     if embeds and pa.types.is_struct(schema.field(image).type):
         groups = map(about.row_group, range(about.num_row_groups))
         parts = [group.column(at) for group in groups for at in range(group.num_columns)]
-        parts = [part for part in parts if part.path_in_schema == f"{image}.bytes"]
+        parts = [part for part in parts if part.path_in_schema == f"{image}.bytes"]  # 'image.bytes'
         known = all(part.statistics and part.statistics.has_null_count for part in parts)
         nulls = sum(part.statistics.null_count for part in parts) if known else 1
         held = not pa.types.is_null(schema.field(image).type.field("bytes").type)
@@ -275,6 +276,7 @@ def _stored_cells(dataset: Dataset, column: str) -> Iterator[CellImage]:
         with pa.memory_map(path) as file:
             rows = pa.ipc.open_stream(file).read_all().num_rows
         yield from (CellImage(f"{path}, row {row}", path, row, column) for row in range(rows))
+    # reached only where another row is asked for
     raise ValueError(f"the files of a data set hold fewer than its {len(dataset):,} rows. Save it anew.")
 
 
@@ -290,7 +292,9 @@ def read_sqlite(source: Source) -> Records:
     builder = RecordBuilder(source)
     path = os.path.abspath(source.path)
     try:
+        # read only: a database that is not there is not made
         with closing(sqlite3.connect(f"{Path(path).as_uri()}?mode=ro", uri=True)) as database:
+            # by default, one text that is not UTF-8 ends the reading
             database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
             found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
             tables = [name for (name,) in found if not name.startswith("sqlite_")]  # of AUTOINCREMENT, ANALYZE

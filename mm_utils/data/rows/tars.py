@@ -207,7 +207,7 @@ def read_samples(
     if current is not None:
         yield current
     stream: Any = archive.fileobj
-    while block := stream.read(tarfile.RECORDSIZE):
+    while block := stream.read(tarfile.RECORDSIZE):  # zeros alone follow the end marker
         if any(block):
             raise tarfile.ReadError("something follows the end marker, such as another archive")
 
@@ -237,7 +237,7 @@ def _members(archive: tarfile.TarFile, size: int | None) -> Iterator[tarfile.Tar
 def _key(name: str) -> tuple[str, str]:
     folder, slash, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
-    return f"{folder}{slash}{stem}", extension.lower()
+    return f"{folder}{slash}{stem}", extension.lower()  # 'a/7.seg.png' -> 'a/7', 'seg.png'
 
 
 def _add(
@@ -252,6 +252,7 @@ def _add(
     title = f"{path}, member {name}"
     _, extension = _key(name)
     sample.names.append(os.path.basename(name))
+    # 'seg.png' is no medium: only 'png' is
     media = [kind for kind in kinds if f".{extension}" in SUFFIXES[kind]]
     new = [kind for kind in media if kind not in sample.media]
     is_text = not media and extension in _TEXTS

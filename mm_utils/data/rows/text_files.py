@@ -102,7 +102,7 @@ def _open(path: Path, newline: str | None = None) -> TextIO:
 def read_lines(path: Path, newline: str | None = None) -> Iterator[str]:
     """Yield the lines of a file; of one that `check_line` refuses as too long, its beginning."""
     with _open(path, newline) as file:
-        while line := file.readline(LONGEST_LINE + 1):
+        while line := file.readline(LONGEST_LINE + 1):  # one character more tells a line that is too long
             yield line
             while len(line) > LONGEST_LINE and line[-1] not in "\r\n":
                 line = file.readline(LONGEST_LINE + 1)
@@ -138,6 +138,7 @@ def check_line(text: str, longest: int = 0) -> None:
 
 def is_wide(head: bytes) -> bool:
     """Return whether the beginning of a file is that of UTF-16 or UTF-32, by its mark or its many zeros."""
+    # English in UTF-16 is half zeros; an empty file is none
     return head.startswith((b"\xff\xfe", b"\xfe\xff")) or head.count(0) > 0.3 * len(head) > 0
 
 
@@ -211,8 +212,9 @@ def _delimited_records(path: Path, delimiter: str) -> Rows:
                 raise ValueError(f"{path}, line {number} is {cells.detail}. {REASONS[cells.reason]}") from cells
             yield f"line {number}", cells
         elif names and cells:
+            # the columns that a short row lacks are null
             row: dict[Any, Any] = {**dict.fromkeys(names), **dict(zip(names, cells, strict=False))}
-            row.pop("", None)
+            row.pop("", None)  # a column without a name, such as the index that pandas writes
             if len(cells) > len(names):
                 row[None] = cells[len(names) :]  # as `csv.DictReader` has it
             yield f"line {number}", row

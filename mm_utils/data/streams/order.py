@@ -69,6 +69,7 @@ class InterleavedOrder:
                 at = int(np.searchsorted(before[group], turn, side="right")) - 1
                 shard = int(shards[group][at])
                 turn_of_shard = turn - int(before[group][at])
+                # turn 700 lies in the block of rows 512 to 768, if blocks have 256
                 first = turn_of_shard // self.block_size * self.block_size
                 last = min(first + self.block_size, int(self.rows[shard]))
                 row = first + int(self._block(epoch, shard, first, last)[turn_of_shard - first])
@@ -88,6 +89,7 @@ class InterleavedOrder:
             held, group_of[at] = heap[0]
             heapq.heapreplace(heap, (held + rows, heap[0][1]))
         shards = [shuffled[group_of == group] for group in range(self.groups)]
+        # shards of 5, 3 and 4 rows begin at 0, 5 and 8
         before = [np.cumsum(self.rows[mine]) - self.rows[mine] for mine in shards]
         return shards, before, np.array([self.rows[mine].sum() for mine in shards])
 
@@ -105,6 +107,8 @@ def interleave(rows_G: np.ndarray, low: int, high: int) -> tuple[np.ndarray, np.
     group = np.repeat(np.arange(groups), stop_G - first_G)
     starts_G = np.cumsum(stop_G - first_G) - (stop_G - first_G)
     turn = np.arange(len(group)) - starts_G[group] + first_G[group]
+    # by place, then by group: the last key counts first
     near = np.lexsort((group, (turn + 0.5) / rows_G[group]))
+    # all rows that were not looked at before these, `first_G` of each group, stand before `low`
     chosen = near[low - int(first_G.sum()) : high - int(first_G.sum())]
     return group[chosen], turn[chosen]

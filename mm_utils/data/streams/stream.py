@@ -110,6 +110,7 @@ def open_stream(data: DataArguments, sizes: BatchSizes, seed: int, groups: int =
     held_out |= {stored_hash(row["image"]["bytes"]) for row in validation}
     validation = validation.take(min(most or len(validation), len(validation)))
     files = _first_rows(files, data.max_train_samples or sys.maxsize)
+    # of 1 M rows 3,906, so that 64 groups have four shards each
     size = max(block, sum(file.rows for file in files) // (groups * SHARDS_PER_GROUP))
     shards = []
     for file in files:  # one that can be read from the middle is cut, so that distant rows meet
@@ -181,6 +182,7 @@ def _hold_out(files: list[Shard]) -> tuple[list[Shard], list[Shard]]:
     held = [0] * len(files)
     for part in range(sources):
         place = len(files) * part // sources
+        # of a file with several rows at most half, so that the rest is trained on
         held[place] = min(count * (part + 1) // sources - sum(held), max(1, files[place].rows // 2))
     heads = [replace(file, rows=rows) for file, rows in zip(files, held, strict=True) if rows]
     rest = [replace(file, first=rows, rows=file.rows - rows) for file, rows in zip(files, held, strict=True)]
@@ -290,6 +292,7 @@ class StreamLoader(torch.utils.data.Dataset[list[Example]]):
 
     def __iter__(self) -> Iterator[Batch]:
         collate = Collator(self.loaders.pad_token_id, self.loaders.medium, longest_first=True)
+        # torch deals them to the workers in turn: each worker reads the same groups in every step
         items = range(len(self) * self.parts)
         loader = worker_loader(self, self.workers, batch_size=None, sampler=items, collate_fn=pack)
         packed = iter(loader)
@@ -298,6 +301,7 @@ class StreamLoader(torch.utils.data.Dataset[list[Example]]):
 
     def __getitem__(self, number: int) -> list[Example]:
         step, worker = divmod(number, self.parts)
+        # of 2 ranks with 3 workers each, rank 1 makes the parts 1, 3 and 5 of 6
         return self.examples(self.start + step, self.rank + self.ranks * worker, self.ranks * self.parts)
 
     def examples(self, step: int, part: int = 0, parts: int = 1) -> list[Example]:
@@ -310,6 +314,7 @@ class StreamLoader(torch.utils.data.Dataset[list[Example]]):
         order = self.stream.order
         slots = order.batch(step, part, parts)
         drawn = []
+        # readers of an epoch that is over, each with a block of images, are dropped
         self.readers = {key: kept for key, kept in self.readers.items() if not slots or key[0] >= slots[0].epoch}
         for slot in slots:
             unopened = ShardReader(stream.shards, stream.source, stream.held_out)

@@ -97,6 +97,7 @@ class MomentEvaluator(PointingEvaluator):
         true_N2 = column_NC[:, :2]
         metrics = dict[str, float]()
         overlap_N = overlaps(column_NC[:, 2:], true_N2)
+        # 820 spans: 0 to 1/40, 0 to 2/40, ..., 39/40 to 1
         spans = torch.combinations(torch.arange(GRID + 1.0, dtype=torch.double, device=true_N2.device)) / GRID
         fixed = [overlaps(true_N2, span) for span in spans]
         for name, measure in MEASURES.items():
@@ -122,7 +123,7 @@ def hits(heat_Rhw: Tensor, boxes: Tensor) -> Tensor:
     heat_Rn = heat_Rhw.flatten(1)
     best = heat_Rn.masked_fill(~inside_Rn, -torch.inf).amax(1)
     rival = heat_Rn.masked_fill(inside_Rn, -torch.inf).amax(1)
-    return best > rival
+    return best > rival  # not argmax, which would give a tie to the first cell
 
 
 def fit_span(profile_RT: Tensor) -> Tensor:
@@ -139,6 +140,7 @@ def fit_span(profile_RT: Tensor) -> Tensor:
     length = place - place[:, None]
     rise = (sums[:, None, :] - sums[:, :, None]).clamp(min=0)  # [R, start, end]
     score = rise**2 / (length * (1 - length / cells)).clamp(min=1e-6)
+    # all cells are no span, as nothing is left outside; but of a single cell, nothing else can be
     may_be = (length > 0) & ((length < cells) | (cells == 1))
     # The place in a flat [start, end] of (T + 1)^2 entries
     best_R = score.masked_fill(~may_be, -1.0).flatten(1).argmax(1)

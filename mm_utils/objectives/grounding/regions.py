@@ -90,6 +90,7 @@ class RegionReader(ColumnReader):
             spread_bK[is_region_bK] = values
             return torch.from_numpy(spread_bK)
 
+        # the empty one stands for a batch without examples, which np.concatenate refuses
         boxes = [np.empty((0, 4), np.float32), *(example["region_boxes"] for example in examples)]
         return {
             "region_boxes": spread(np.concatenate(boxes), 0),
@@ -139,6 +140,7 @@ def visible_regions(
     boxes = edges.clip(0, 1).astype(np.float32)
     whole = edges[:, 2:] - edges[:, :2]
     left = boxes[:, 2:] - boxes[:, :2]
+    # a moment behind the cut end of a sound has no length: 0 >= 0.5 * 0 alone would keep it
     is_visible = (left.prod(1) >= MIN_VISIBLE_SHARE * whole.prod(1)) & (left > 0).all(1)
     places = is_visible.nonzero()[0].tolist()
     if rng is not None and len(places) > MAX_REGIONS:

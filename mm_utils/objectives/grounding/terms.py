@@ -64,6 +64,7 @@ class RegionPointing(TermOnRows):
 
     def losses(self, logits_Rc: Tensor, inside_Rc: Tensor) -> Tensor:
         """Return each phrase's loss `[R]`, from its logits over cells and their shares in its box."""
+        # log 0 = -inf outside the box; a box has an area, so some cell is inside and the loss finite
         return -(logits_Rc.log_softmax(1) + inside_Rc.log()).logsumexp(1)
 
 
@@ -90,7 +91,8 @@ def cells_covered(boxes: Tensor, height: int, width: int) -> Tensor:
 
     def along(spans: Tensor, cells: int) -> Tensor:
         begin = torch.arange(cells, device=spans.device)
-        spans = spans * cells
+        spans = spans * cells  # of 24 cells, 0.25 to 0.5 is 6 to 12
         return (torch.minimum(spans[:, 1:], begin + 1) - torch.maximum(spans[:, :1], begin)).clamp(min=0)
 
+    # top and bottom cut the rows, left and right the columns
     return along(boxes[:, 1::2], height)[:, :, None] * along(boxes[:, ::2], width)[:, None]

@@ -7,6 +7,7 @@ a row without text has an empty one, which is not read.
 
 import hashlib
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -211,12 +212,11 @@ def warn_of_alike(names: Iterable[str], title: str) -> None:
 
 
 def is_number(name: str) -> bool:
-    """Return whether a label is a number."""
+    """Return whether a label is a number; 'nan' and 'inf' are names."""
     try:
-        float(name)
+        return math.isfinite(float(name))
     except ValueError:
         return False
-    return True
 
 
 def _task_split(rows: Dataset, classes: list[str], split: str) -> Dataset:

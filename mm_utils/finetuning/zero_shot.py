@@ -234,9 +234,8 @@ def _readable_names(known: Sequence[str], given: dict[str, str], file: str | Non
                 why = f"classes without a row here are no choice ({len(others):,}, such as {others[0]})"
                 logger.warning("%s, --classes %s; %s", title, file, why)
         elif not is_same:
-            if (
-                not len(missing) == len(known) == len(in_order) > 0
-            ):  # a file that names some of them is one of keys, not of places
+            # a file that names some of them is one of keys, not of places
+            if not len(missing) == len(known) == len(in_order) > 0:
                 raise ValueError(
                     f"the names of the classes are those of {file}; it has {len(given)} names for {len(known)} classes and none for "
                     f"{missing[0] if missing else 'label 0'}. Write lines 'id name', or a name a line for every class from 0 on."

@@ -831,9 +831,8 @@ class FusionDualEncoderModel(PreTrainedModel):
                 found.append(torch.cat([empty, *(part.float().cpu() for part in parts)]))
         if texts is not None:
             every = [texts] if isinstance(texts, str) else list(texts)
-            order = sorted(
-                range(len(every)), key=lambda place: -len(str(every[place]))
-            )  # texts of one length pad little
+            # texts of one length pad little
+            order = sorted(range(len(every)), key=lambda place: -len(str(every[place])))
             batches = _batches([every[place] for place in order], batch_size)
             parts = [
                 self.encode_text(*self.text_inputs(batch), with_states=False)[0].float().cpu() for batch in batches

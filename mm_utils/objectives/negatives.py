@@ -23,8 +23,7 @@ NEGATIVE_IDS = "negative_input_ids"  # a column, and with `negative_attention_ma
 class Negatives(ColumnReader):
     """One of an image's negatives, drawn by a hash of seed, epoch and image; of an image without any, no tokens.
 
-    They are tokenised like captions. One that is also a caption of the image is
-    left out.
+    They are tokenised like captions. One that is also a caption of the image is left out.
     """
 
     columns = frozenset({NEGATIVE_IDS})

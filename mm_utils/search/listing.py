@@ -168,9 +168,8 @@ def day_taken(content: bytes) -> str:
         taken = str(taken or exif.get(ExifTags.Base.DateTime))
         # '2024:05:31 10:00:00' -> '2024-05-31'
         return str(datetime.date.fromisoformat(taken[:10].replace(":", "-")))
-    except (
-        Exception
-    ):  # no image file but its pixels, no such date, or a garbled block, at which Pillow raises anything
+    except Exception:
+        # no image file but its pixels, no such date, or a garbled block, at which Pillow raises anything
         return ""
 
 

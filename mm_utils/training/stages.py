@@ -38,9 +38,8 @@ class Stage:
     trains: Mapping[str, int]  # the objective's parameters that learn, by name, and their sizes
     metric: str  # chooses the best evaluation: encoders are judged by their own figure, heads by what they add to it
     is_last: bool = True
-    asked: str | None = (
-        None  # the metric that `metric` stands in for; where that is not measured, the last head is best
-    )
+    # the metric that `metric` stands in for; where that is not measured, the last head is best
+    asked: str | None = None
     judges_start: bool = True  # the weights at `begin` may be the best
     rate: float = 1.0  # a factor of the peak rates
 

@@ -243,10 +243,9 @@ class Collator:
         if self.longest_first:  # captions are padded to the longest, and images with fewer captions by empty ones
             all_ids = [example["all_input_ids"] for example in kept]
             most = max(map(len, all_ids), default=1)
-            ids, mask = pad_captions(
-                # of 2 captions where another image has 3: a, b, []
-                [ids for row in all_ids for ids in [*row, *[[]] * most][:most]], self.pad_token_id
-            )
+            # of 2 captions where another image has 3: a, b, []
+            filled = [ids for row in all_ids for ids in [*row, *[[]] * (most - len(row))]]
+            ids, mask = pad_captions(filled, self.pad_token_id)
             batch["all_input_ids"] = ids.view(-1, most, ids.shape[1])
             batch["all_attention_mask"] = mask.view(-1, most, ids.shape[1])
             batch["all_lengths"] = [list(map(len, row)) for row in all_ids]

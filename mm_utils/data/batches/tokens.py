@@ -81,9 +81,8 @@ def add_tokens(
             of_batch,
             batched=True,
             with_indices=True,
-            num_proc=available_cores()
-            if table.num_rows >= _MANY
-            else None,  # the other ranks wait for the one that does this
+            # the other ranks wait for the one that does this
+            num_proc=available_cores() if table.num_rows >= _MANY else None,
             remove_columns=list(read),
             cache_file_name=str(folder / "columns.arrow"),
             new_fingerprint=key,

@@ -1,4 +1,4 @@
-"""Rows of JSONL, JSON, CSV and TSV by line number, unreadable ones."""
+"""Rows of JSONL, JSON, CSV and TSV by line number, and unreadable ones."""
 
 import csv
 import json

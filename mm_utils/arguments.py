@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 LAUNCH_VARIABLE = "TANDEM_LAUNCH_COMMAND"  # of a process that another launcher than accelerate has started
 _YES_OR_NO = {"yes", "no", "true", "false", "t", "f", "y", "n", "1", "0"}
-_WIDTH, _HELP_COLUMN = 140, 35  # of a line of `--help`, and where its text begins
+_WIDTH = 140
+_HELP_COLUMN = 35  # of a line of `--help`, and where its text begins
 _KINDS: dict[Any, str] = {int: "N", float: "X"}
 _MANY = 40  # flags, above which `--help` shows the usual ones
 _MAX_YAML_BYTES = 1 << 20  # a file of flags has about a kilobyte
@@ -100,8 +101,11 @@ def arg(
         metadata: what else argparse gets.
     """
     text = FlagHelp(help)
-    text.decides, text.usual, text.per_machine = decides, usual, per_machine
-    text.least, text.most = least, most
+    text.decides = decides
+    text.usual = usual
+    text.per_machine = per_machine
+    text.least = least
+    text.most = most
     return dataclasses.field(default=default, metadata={"help": text, **metadata})
 
 
@@ -124,7 +128,10 @@ class Parsed:
         named: Collection[str] = (),
         in_config: Collection[str] = (),
     ):
-        self._parsed, self.config, self.named, self.in_config = list(parsed), config, set(named), set(in_config)
+        self._parsed = list(parsed)
+        self.config = config
+        self.named = set(named)
+        self.in_config = set(in_config)
         self._fields = {field.name: field for each in parsed for field in dataclasses.fields(each)}
 
     @overload
@@ -291,7 +298,8 @@ def parse_args(
     off = [word for word in words if rest and _is_taken_off(word, known)]
     words = _explicit(parser, [word for word in words if word not in off])
     actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in words)
-    named, in_config = {action.dest for action in actions if action is not None}, list[str]()
+    named = {action.dest for action in actions if action is not None}
+    in_config = list[str]()
     try:
         for key, entry, file in _entries(path, recipe, without):
             _set_default(parser, known, key, entry, file)
@@ -366,7 +374,8 @@ def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
 
     Otherwise argparse would take the word behind a flag of yes or no for its value, whatever it is.
     """
-    words, rest = [], list(argv)
+    words = []
+    rest = list(argv)
     while rest:
         word = rest.pop(0)
         action = parser._option_string_actions.get(word)
@@ -379,10 +388,12 @@ def _explicit(parser: _Parser, argv: Sequence[str]) -> list[str]:
 
 def _set_default(parser: _Parser, known: Mapping[str, argparse.Action], key: str, entry: "Entry", path: str) -> None:
     """Make a value of a file the default, by the flag's type: YAML reads `1e-3` as a string, `1` as an int."""
-    value, place = entry.value, f"{path}, line {entry.line}"
+    value = entry.value
+    place = f"{path}, line {entry.line}"
     if key not in known:
         raise ValueError(f"{place}: unknown key '{key}'{_did_you_mean(key, known)}")
-    action, takes_list = known[key], known[key].nargs == "+"
+    action = known[key]
+    takes_list = known[key].nargs == "+"
     if value is None:
         if action.default is not None:
             raise ValueError(f"{place}: {key} is left empty; give a value, or delete the line")
@@ -391,7 +402,8 @@ def _set_default(parser: _Parser, known: Mapping[str, argparse.Action], key: str
         if isinstance(value, (list, dict)) and not (takes_list and isinstance(value, list)):
             raise argparse.ArgumentError(action, f"invalid value: {str(value)[:80]}")
         words = [str(word) for word in value] if isinstance(value, list) else [str(value)]
-        action.default, action.required = parser._get_values(action, words), False  # type: ignore[attr-defined]
+        action.default = parser._get_values(action, words)
+        action.required = False  # type: ignore[attr-defined]
     except argparse.ArgumentError as error:
         raise ValueError(f"{place}: {error}") from error
 
@@ -521,12 +533,14 @@ def read_flat_yaml(path: str) -> dict[str, Entry]:
         if node is not None and not isinstance(node, yaml.MappingNode):
             raise ValueError(f"{path} holds no mapping; {flat}")
         for key, value in node.value if node else ():
-            name, line = str(key.value), key.start_mark.line + 1
+            name = str(key.value)
+            line = key.start_mark.line + 1
             if name in entries:
                 raise ValueError(f"{path}, line {line}, has the key '{name}' again, after line {entries[name].line}")
             entries[name] = Entry(yaml.SafeLoader("").construct_object(value, deep=True), line)
     except (yaml.YAMLError, UnicodeError, RecursionError) as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None)
         place = "" if mark is None else f", line {mark.line + 1},"
         raise ValueError(f"{path}{place} is not valid YAML in UTF-8: {problem or one_line(error)}") from error
     return entries

@@ -139,7 +139,11 @@ def _read_series(path: Path) -> dict[str, Points]:
                 for name, value in row.items():
                     if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
                         values.setdefault(name, {})[row["step"]] = float(value)
-    return {name: (sorted(points), [points[step] for step in sorted(points)]) for name, points in values.items()}
+    series = {}
+    for name, points in values.items():
+        steps = sorted(points)
+        series[name] = steps, [points[step] for step in steps]
+    return series
 
 
 def _row(figure: Figure, place: SubplotSpec, count: int) -> list[Axes]:
@@ -192,7 +196,8 @@ def _draw_lines(ax: Axes, series: dict[str, Points], labels: dict[str, str]) -> 
     for place, names in enumerate(drawn.values()):
         label = ", ".join(labels.get(name, "") for name in names)
         steps, values = series[names[0]]
-        color, shown = COLORS[place % len(COLORS)], np.asarray(values)
+        color = COLORS[place % len(COLORS)]
+        shown = np.asarray(values)
         if (half := len(values) // 50) >= 2:
             ax.plot(steps, values, linewidth=0.7, alpha=0.25, color=color)
             sums = np.cumsum([0.0, *values])

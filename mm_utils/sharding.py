@@ -28,7 +28,8 @@ def load_full_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         ValueError: if the weights are those of another model.
     """
     own = module.state_dict()
-    sizes, stored = ({name: value.numel() for name, value in each.items()} for each in (own, weights))
+    sizes = {name: value.numel() for name, value in own.items()}
+    stored = {name: value.numel() for name, value in weights.items()}
     if differing := [name for name in {**own, **weights} if sizes.get(name) != stored.get(name)]:
         raise ValueError(
             f"the checkpoint is of another model: {len(differing)} of its weights differ, such as {differing[0]}. Give the "

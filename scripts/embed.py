@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> dict[str, int]:
     """Run the script and return the numbers of images; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     given = parse_args(*FLAGS, argv=argv, doc=__doc__)
-    args, data_args = given[EmbedArguments], given[EvaluatedDataArguments]
+    args = given[EmbedArguments]
+    data_args = given[EvaluatedDataArguments]
     model_name = str(args.model_name_or_path)
     source = data_args.dataset_name or data_args.train_file
     if args.images and source:

@@ -55,8 +55,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     given = parse_args(*FLAGS, argv=argv, doc=__doc__)
-    args, eval_args = given[EvalRetrievalArguments], given[EvaluationArguments]
-    data_args, loader_args = given[EvaluatedDataArguments], given[ReadingArguments]
+    args = given[EvalRetrievalArguments]
+    eval_args = given[EvaluationArguments]
+    data_args = given[EvaluatedDataArguments]
+    loader_args = given[ReadingArguments]
     accelerator = make_accelerator()
 
     # 2. Model.
@@ -68,10 +70,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     # 3. Data: the main process fills the cache first, the others read it.
     with distributed.first_then_others():
-        split, rows = args.split, load_split(data_args, args.split)
+        split = args.split
+        rows = load_split(data_args, args.split)
         moments = of_split(rows)
         others = [] if moments is None else [moments]
-        readers, length = [reader for each in others for reader in each.readers], loader_args.max_seq_length
+        readers = [reader for each in others for reader in each.readers]
+        length = loader_args.max_seq_length
         rows = tokenize_splits(DatasetDict({split: rows}), processor.tokenizer, length, readers=readers)[split]
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)
     captions = sum(map(len, rows["captions"]))

@@ -46,8 +46,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return its metrics; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     given = parse_args(*FLAGS, argv=argv, doc=__doc__)
-    args, data_args = given[EvalZeroShotArguments], given[EvaluatedDataArguments]
-    zero_shot_args, loader_args = given[ZeroShotArguments], given[ReadingArguments]
+    args = given[EvalZeroShotArguments]
+    data_args = given[EvaluatedDataArguments]
+    zero_shot_args = given[ZeroShotArguments]
+    loader_args = given[ReadingArguments]
     given.refuse("max_train_samples", "nothing is trained")
     given.refuse("caption_column", "classes of media are measured")
     accelerator = make_accelerator()

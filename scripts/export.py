@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Run the script and return the differences from torch by graph; `argv` lets tests and notebooks call it."""
     # 1. Arguments: dataclass defaults < --config file < command line.
     args = parse_args(*FLAGS, argv=argv, doc=__doc__)[ExportArguments]
-    model_name, output_dir = str(args.model_name_or_path), str(args.output_dir)
+    model_name = str(args.model_name_or_path)
+    output_dir = str(args.output_dir)
     packages = ("onnx", "onnxruntime", "onnxscript") if args.layout != "open_clip" else ()
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         raise ValueError(f"The export needs {', '.join(missing)}. Install with: pip install {' '.join(packages)}")

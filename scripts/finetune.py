@@ -77,7 +77,8 @@ def main(
     sources = given[EvaluatedDataArguments], given[LabelArguments], given[LoaderArguments]
     task, data = open_task(run.accelerator, *sources, run.args, processor, run.fits_batch)
     run = run.settled(data)
-    args, accelerator = run.args, run.accelerator
+    args = run.args
+    accelerator = run.accelerator
     logger.info("%s classes", f"{len(task.classes):,}")
 
     # 3. Model, objective, optimizer; frozen towers run once before the first step.

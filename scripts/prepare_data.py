@@ -47,7 +47,9 @@ def main(argv: list[str] | None = None, pool: Pool = local_pool) -> dict[str, fl
     """
     # 1. Arguments: dataclass defaults < --config file < command line.
     given = parse_args(*FLAGS, argv=argv, doc=__doc__)
-    args, checks, timed = given[PrepareArguments], given[CheckArguments], given[TimedArguments]
+    args = given[PrepareArguments]
+    checks = given[CheckArguments]
+    timed = given[TimedArguments]
     reconcile_args = given[ReconcileArguments]
     set_up_logging()
 

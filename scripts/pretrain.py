@@ -81,15 +81,16 @@ def main(
     given, recipe = parse_with_recipe(*FLAGS, argv=argv, doc=__doc__)
     check_flags(given)
     callbacks = [*own_callbacks(given["callbacks"]), *callbacks]
-    model_args, objective_args = given[ModelArguments], given[ObjectiveArguments]
+    model_args = given[ModelArguments]
     if given["dry_run"]:
         return dry_run(main, "pretrain", argv, given)
     run = start_run("pretrain", given)
-    args, accelerator, optimizer_args = run.args, run.accelerator, given[OptimizerArguments]
+    accelerator = run.accelerator
+    optimizer_args = given[OptimizerArguments]
     recipe.announce()
 
     # 2. Data: files, a prepared set or a stream; the processor may learn its vocabulary from the captions.
-    opening = (args, partial(load_processor, model_args), readers_of(objective_args))
+    opening = (run.args, partial(load_processor, model_args), readers_of(given[ObjectiveArguments]))
     if not given["streaming"]:
         data = open_data(
             accelerator, given[DataArguments], given[LoaderArguments], *opening, fits_batch=run.fits_batch
@@ -98,10 +99,10 @@ def main(
         data = open_streamed(accelerator, given, *opening)
 
     # 3. Model, objective, and what measures them.
-    resume_from = find_checkpoint(args.resume_from_checkpoint, args.output_dir)
+    resume_from = find_checkpoint(run.args.resume_from_checkpoint, run.args.output_dir)
     model = build_model(model_args, data.processor.tokenizer, data.medium)
     fit_positions(model, data.max_seq_length)
-    objective = build_objective(model, objective_args, args.seed, data.splits.get("train"))
+    objective = build_objective(model, given[ObjectiveArguments], run.args.seed, data.splits.get("train"))
     is_model = has_baseline(given, data)  # before the first step
     run = run.settled(data, is_model)
     args = run.args
@@ -117,7 +118,7 @@ def main(
     # 4. Before the first step: frozen towers and a teacher run once, and projections start from closed form.
     if model_args.cache_features:
         data = cache_features(data, objective, accelerator, measures, run.feature_root)
-    data = distill(data, objective, objective_args.teacher_name_or_path, accelerator, run.feature_root)
+    data = distill(data, objective, given["teacher_name_or_path"], accelerator, run.feature_root)
     initialise(model, data, given, measures, resume_from, run.output_dir, accelerator)
     start = weights_of_start(model, objective.added) if args.wise_ft else None
 
@@ -157,8 +158,16 @@ def main(
         # 6. Finish: weights between start and end, pictures, model card, the next commands, push.
         if start is not None:
             model, metrics = interpolate_weights(start, model, data, measures, args, accelerator, retrieval)
-        repository = hub.repository if hub else None
-        trained = Trained(run, given, data, model, stages, metrics, " ".join(filter(None, choices)), repository)
+        trained = Trained(
+            run,
+            given,
+            data,
+            model,
+            stages,
+            metrics,
+            choice=" ".join(filter(None, choices)),
+            repository=hub.repository if hub else None,
+        )
         finish_run(trained, retrieval, argv, resumed=resume_from is not None)
         tracking.finish()
         push(hub, accelerator)

@@ -103,7 +103,10 @@ def table_of_hits(hits: list[Hit], searcher: Searcher) -> list[str]:
 
 def table_of_copies(groups: list[list[dict[str, Any]]]) -> list[str]:
     """Return a line for each image, groups apart, and how many there are."""
-    lines = [line for group in groups for line in (*(printable(each["path"] or each["id"]) for each in group), "")]
+    lines = []
+    for group in groups:
+        lines += [printable(each["path"] or each["id"]) for each in group]
+        lines.append("")
     return (
         [*lines, f"{len(groups):,} pictures occur {sum(map(len, groups)):,} times"]
         if groups

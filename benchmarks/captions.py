@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     rows = load_pairs(DataArguments(train_file=args.train_file))["validation"].select_columns(
         ["id", "image", "captions"]
     )
-    ids, captions = rows["id"][:], rows["captions"][:]
+    ids = rows["id"][:]
+    captions = rows["captions"][:]
     queries = [(row, text) for row, texts in enumerate(captions) for text in texts[1:] if text != texts[0]]
     stored = [texts[:1] if row % 10 < 10 * args.share else [] for row, texts in enumerate(captions)]
     features = datasets.Features({name: rows.features[name] for name in ("image", "captions")})
@@ -57,7 +58,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             ranks["fused"].append(own.rank)
             ranks["images"].append(sum(hit.cosine >= own.cosine for hit in hits))  # ties count against it
     right: Any = {name: [torch.tensor(found) <= cut for cut in CUTS] for name, found in ranks.items()}
-    group_Q, table = torch.tensor([row for row, _ in queries]), list[dict[str, Any]]()
+    group_Q = torch.tensor([row for row, _ in queries])
+    table = list[dict[str, Any]]()
     has_Q = torch.tensor([bool(stored[row]) for row, _ in queries])
     kinds = {"all": has_Q | True} if has_Q.all() else {"all": has_Q | True, "with a caption": has_Q, "without": ~has_Q}
     for name, found in right.items():

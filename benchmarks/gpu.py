@@ -103,7 +103,8 @@ def bare_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: dict[
         with accelerator.autocast():
             image, _ = model.encode_image(batch["pixel_values"], with_keys_values=False)
             text, _ = model.encode_text(batch["input_ids"], batch["attention_mask"], with_states=False)
-        image, text = image.float(), text.float()
+        image = image.float()
+        text = text.float()
         logits = model.logit_scale.exp() * image @ text.T
         loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
         accelerator.backward(loss)
@@ -130,7 +131,8 @@ def make_step(
         compile_layers(model)
     if len(processor.tokenizer) < words:
         model.text_model.resize_token_embeddings(words)
-    image_size, vocabulary = model_args.image_size or 224, max(len(processor.tokenizer), words)
+    image_size = model_args.image_size or 224
+    vocabulary = max(len(processor.tokenizer), words)
     optimizer_args = OptimizerArguments(warmup_ratio=0.0)  # the bare loop's rate
     objective = build_objective(model, ObjectiveArguments(setting["objectives"]), 0)
     model.to(accelerator.device)
@@ -248,7 +250,8 @@ def quarter_hour(args: argparse.Namespace) -> None:
     chosen |= {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name) is not None}
     model = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
     words = [*model, "--vocab_size", str(args.vocab_size)]
-    few, pairs = str(args.pairs[0]), ",".join(map(str, args.pairs))
+    few = str(args.pairs[0])
+    pairs = ",".join(map(str, args.pairs))
     real = f"scripts/pretrain.py --objectives contrastive --fusion_layers 0 --global_batch_size {few} --max_steps 100".split()
     photographs = ["--train_file", str(Path(args.quarter_hour).resolve())]
     real += [*model, *photographs, "--output_dir", str(folder / "run")]
@@ -272,7 +275,8 @@ def quarter_hour(args: argparse.Namespace) -> None:
         sys.stdout.write(f"\n== {name}: {limit} s at most\n")
         sys.stdout.flush()
         environment = os.environ | {"ACCELERATE_MIXED_PRECISION": precision, "HF_HUB_OFFLINE": "1"}
-        begin, ended = time.perf_counter(), "cut off"
+        begin = time.perf_counter()
+        ended = "cut off"
         with suppress(subprocess.TimeoutExpired):
             done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, timeout=limit, check=False)
             ended = f"exit status {done.returncode}"

@@ -52,7 +52,8 @@ class Clock:
     """Seconds of work; what happens while it is paused does not count."""
 
     def __init__(self, device: torch.device):
-        self.device, self.begin = device, time.perf_counter()
+        self.device = device
+        self.begin = time.perf_counter()
 
     @property
     def seconds(self) -> float:
@@ -75,7 +76,8 @@ class Judge:
     def __init__(self, bench: Bench):
         if "test" not in bench.splits:
             raise ValueError("The data have no test split. Give some rows of --train_file the split test.")
-        self.clock, self.points = Clock(bench.device), list[dict[str, Any]]()
+        self.clock = Clock(bench.device)
+        self.points = list[dict[str, Any]]()
         self.loaders = Loaders(bench.loader_args, bench.device, bench.pad_token_id, Image(*bench.geometry))
         self.splits = {
             split: tokenize_captions(bench.splits[split], bench.tokenizer, bench.max_tokens)
@@ -143,7 +145,10 @@ def stock_embed(bench: Bench, model: Any, pools_by_mean: bool = True, projects: 
 def frozen_features(bench: Bench, judge: Judge) -> tuple[Embed, Features]:
     """The encoders without projections, and their unit features of the training split, fp64."""
     embed = stock_embed(bench, bench.stock_model().eval(), projects=False)
-    images, texts, owners, number = list[Tensor](), list[Tensor](), list[Tensor](), 0
+    images = list[Tensor]()
+    texts = list[Tensor]()
+    owners = list[Tensor]()
+    number = 0
     with torch.no_grad():
         for batch in judge.loaders.evaluation(bench.rows, 64):
             image_nA, text_tB = embed(batch)
@@ -171,7 +176,9 @@ def cca(bench: Bench, judge: Judge, args: argparse.Namespace) -> None:
 
 def loop(bench: Bench, judge: Judge, args: argparse.Namespace, tuned: bool) -> None:
     """Train until the time is over, and be judged at equal fractions of it."""
-    model, loss_of, budget = bench.stock_model(), clip_loss(), 60 * args.minutes
+    model = bench.stock_model()
+    loss_of = clip_loss()
+    budget = 60 * args.minutes
     if tuned:
         model.to(memory_format=torch.channels_last)
     embed = stock_embed(bench, model, pools_by_mean=tuned)
@@ -210,7 +217,8 @@ class Watch(TrainerCallback):
     """Follows a run of scripts/pretrain.py by a clock without evaluations; ends it in time."""
 
     def __init__(self, clock: Clock, budget: float = math.inf):
-        self.clock, self.budget = clock, budget
+        self.clock = clock
+        self.budget = budget
         self.ready = self.left = 0.0
         self.ends: list[float] = []
 

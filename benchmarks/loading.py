@@ -54,7 +54,8 @@ from scripts import prepare_data
 
 Batches = Iterator[dict[str, Any]]
 
-SEED, ENDLESS = 42, 10**6
+SEED = 42
+ENDLESS = 10**6
 
 
 def photographs(folder: Path, images: int) -> Path:
@@ -86,7 +87,8 @@ class Bench:
         )
         self.loader_args = LoaderArguments(dataloader_num_workers=str(args.num_workers))
         processor = load_processor(ModelArguments(image_size=args.image_size), ("a photograph",))
-        self.tokenizer, self.geometry = processor.tokenizer, image_geometry(processor)
+        self.tokenizer = processor.tokenizer
+        self.geometry = image_geometry(processor)
         prepared = self.prepared("jpeg")
         whole = args.batch_size * max(1, args.num_workers)
         self.count = min(args.images, len(prepared)) // whole * whole
@@ -220,7 +222,8 @@ class Reader:
         transformers.logging.set_verbosity_error()
         datasets.disable_progress_bars()
         self.bench = Bench(args)
-        self.batches, self.place = READERS[name](self.bench), torch.empty(0)
+        self.batches = READERS[name](self.bench)
+        self.place = torch.empty(0)
 
     def __call__(self, batches: int) -> dict[str, Any]:
         """Images, CPU and wall seconds, and bytes of pixels of these batches."""
@@ -232,13 +235,15 @@ class Reader:
                 raise ValueError(f"of {self.bench.count} pairs, {len(set(ids))} came in an epoch; not compared")
             return {}
         images = moved = 0
-        cpu, start = cpu_seconds(), time.perf_counter()
+        cpu = cpu_seconds()
+        start = time.perf_counter()
         for _ in range(batches):
             pixels = next(self.batches)["pixel_values"]
             if self.place.dtype != pixels.dtype or len(self.place) < len(pixels):
                 self.place = torch.empty_like(pixels)
             self.place[: len(pixels)].copy_(pixels)  # as on their way to a device
-            images, moved = images + len(pixels), moved + pixels.nbytes
+            images = images + len(pixels)
+            moved = moved + pixels.nbytes
         seconds = time.perf_counter() - start
         return {"rate": images / seconds, "cpu": 1e3 * (cpu_seconds() - cpu) / images, "kB": moved / images / 1e3}
 

@@ -52,7 +52,8 @@ def measure(task: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
 
     def answer(_: Any) -> dict[str, Any]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        loss_of, pairs = LOSSES[task["loss"]], task["pairs"]
+        loss_of = LOSSES[task["loss"]]
+        pairs = task["pairs"]
         if loss_of is naive and NAIVE_MATRICES * 4 * pairs**2 > free_bytes(device) / 2:
             return {}
         generator = torch.Generator().manual_seed(0)
@@ -60,7 +61,9 @@ def measure(task: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
         image_NE, text_NE = (normalize(vector).to(device).requires_grad_() for vector in vectors)
         scale = torch.tensor(1 / 0.07, device=device, requires_grad=True)
         reset_peak(device)
-        before, seconds, value = peak_bytes(device), [], 0.0
+        before = peak_bytes(device)
+        seconds = []
+        value = 0.0
         for _ in range(task["repeats"]):
             image_NE.grad = text_NE.grad = scale.grad = None
             synchronize(device)

@@ -47,7 +47,8 @@ from mm_utils.training.memory import peak_bytes
 Batch = dict[str, Any]
 
 SEED = 42
-OPEN_CLIP_TOKENS, TRANSFORMERS_TOKENS = 77, 128
+OPEN_CLIP_TOKENS = 77
+TRANSFORMERS_TOKENS = 128
 ENDLESS = 10**6  # steps of a loader, more than a benchmark takes
 
 
@@ -66,8 +67,11 @@ class Bench:
     """One contestant's device, data and model, and a count of the text encoder's tokens."""
 
     def __init__(self, args: argparse.Namespace, seed: int = SEED):
-        self.args, self.accelerator = args, make_accelerator()
-        self.device, self.batch_size, self.max_tokens = self.accelerator.device, args.batch_size, args.max_seq_length
+        self.args = args
+        self.accelerator = make_accelerator()
+        self.device = self.accelerator.device
+        self.batch_size = args.batch_size
+        self.max_tokens = args.max_seq_length
         torch.set_num_threads(max(1, cores_per_process()))
         transformers.logging.set_verbosity_error()
         datasets.logging.set_verbosity_error()  # it warns that it cannot hash a scripted transform
@@ -77,7 +81,8 @@ class Bench:
         self.model_args = model_arguments(args, **frozen, fusion_layers=0)
         self.splits = load_pairs(DataArguments(train_file=args.train_file))
         processor = load_processor(self.model_args, iterate_captions(self.splits["train"]))
-        self.tokenizer, self.geometry = processor.tokenizer, image_geometry(processor)
+        self.tokenizer = processor.tokenizer
+        self.geometry = image_geometry(processor)
         self.pad_token_id = self.tokenizer.pad_token_id
         self.rows = tokenize_captions(self.splits["train"], self.tokenizer, self.max_tokens)
         torch.manual_seed(seed)
@@ -88,7 +93,8 @@ class Bench:
         if self.vocabulary < args.vocab_size:
             self.vocabulary = args.vocab_size
             self.model.text_model.resize_token_embeddings(self.vocabulary)
-        self.tokens_computed, self.tokens_real = 0, torch.zeros((), dtype=torch.long, device=self.device)
+        self.tokens_computed = 0
+        self.tokens_real = torch.zeros((), dtype=torch.long, device=self.device)
         self.start_bytes = peak_bytes(self.device)
 
     def count_tokens_of(self, text_model: torch.nn.Module) -> None:
@@ -207,7 +213,8 @@ class PillowPairs(Dataset):
     """Pairs as open_clip's `CsvDataset` returns them, one at a time, with tokens made ahead."""
 
     def __init__(self, bench: Bench, transform: Callable[[Image.Image], Tensor]):
-        (self.images, self.captions), self.pad_token_id = bench.pairs(), bench.pad_token_id
+        (self.images, self.captions) = bench.pairs()
+        self.pad_token_id = bench.pad_token_id
         self.transform = transform
 
     def __len__(self) -> int:
@@ -242,7 +249,8 @@ def clip_loss() -> Callable[..., Tensor]:
 
     def loss(image_NE: Tensor, text_NE: Tensor, scale: Tensor) -> Tensor:
         target = torch.arange(len(image_NE), device=image_NE.device)
-        by_image, by_text = scale * image_NE @ text_NE.T, scale * text_NE @ image_NE.T
+        by_image = scale * image_NE @ text_NE.T
+        by_text = scale * text_NE @ image_NE.T
         return (F.cross_entropy(by_image, target) + F.cross_entropy(by_text, target)) / 2
 
     return loss

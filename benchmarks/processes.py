@@ -98,7 +98,8 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, folder: 
 
 def steps_of(bench: Bench, case: tuple[str, str], batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the gradient, bytes by collective and seconds of each step of a case."""
-    (term, precision), found = case, []
+    (term, precision) = case
+    found = []
     model = copy.deepcopy(bench.model)
     dtype = torch.float64 if precision == "fp64" else torch.float32
     name = (

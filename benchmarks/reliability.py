@@ -40,7 +40,10 @@ from benchmarks.harness import flags_of, names, numbers, print_table
 from scripts import pretrain
 
 # Passes of the loop, pairs of a process in each, seed of everything, processes
-STEPS, BATCH, SEED, RANKS = 16, 4, 7, 2
+STEPS = 16
+BATCH = 4
+SEED = 7
+RANKS = 2
 SECONDS = 300  # that a run may take
 
 
@@ -167,7 +170,8 @@ FEATURES = datasets.Features({"image": datasets.Image(decode=False), "captions":
 
 def write_data(folder: Path, case: Case) -> tuple[str, str]:
     """Write the pairs and the configs of both encoders, if they are not there; return the configs' paths."""
-    vision, text = folder / "vision.json", folder / f"text-{case.dropout}.json"
+    vision = folder / "vision.json"
+    text = folder / f"text-{case.dropout}.json"
     if not text.exists():
         for name, rows in (("train-64", range(64)), ("train-61", range(61)), ("validation", range(100, 104))):
             table = pa.Table.from_pylist([draw_pair(number) for number in rows], FEATURES.arrow_schema)
@@ -199,7 +203,9 @@ class Encoders(nn.Module):
 
     def __init__(self, dropout: float):
         super().__init__()
-        self.image, self.text, self.dropout = nn.Linear(8, 16), nn.Linear(8, 16), nn.Dropout(dropout)
+        self.image = nn.Linear(8, 16)
+        self.text = nn.Linear(8, 16)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
         """The loss of these pairs."""
@@ -328,7 +334,8 @@ def work(contestant: str, run: Run, rank: int, port: int) -> None:
 
 def try_case(contestant: str, case: Case, folder: Path, data: Path) -> str:
     """Train straight and from a checkpoint; return what is wrong, or nothing."""
-    straight, resumed = folder / "straight", folder / "resumed"
+    straight = folder / "straight"
+    resumed = folder / "resumed"
     problem = train(contestant, Run(case, straight, data, case.save, resume=False))
     if problem:
         return problem

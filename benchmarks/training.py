@@ -125,7 +125,8 @@ def open_clip_bucketed(bench: Bench) -> Losses:
 
 def open_clip(bench: Bench, width: int = OPEN_CLIP_TOKENS) -> Losses:
     """Encoders and loss under autocast, no clipping, the temperature clamped after each step."""
-    model, loss_of = bench.stock_model(), clip_loss()
+    model = bench.stock_model()
+    loss_of = clip_loss()
     optimizer = bench.optimizer_of(model, lr=LEARNING_RATE, betas=(0.9, 0.98), eps=1e-6)
     for batch in synthetic_batches(bench, width) if bench.args.synthetic else open_clip_batches(bench):
         pixel_values = batch["pixel_values"].to(bench.device, non_blocking=True)
@@ -170,8 +171,10 @@ class Loop:
         bench = self.bench
         next(self.losses)
         synchronize(bench.device)
-        computed, real = bench.tokens_computed, int(bench.tokens_real)
-        start, loss = time.perf_counter(), None
+        computed = bench.tokens_computed
+        real = int(bench.tokens_real)
+        start = time.perf_counter()
+        loss = None
         for _ in range(steps):
             loss = next(self.losses)
         synchronize(bench.device)

@@ -28,7 +28,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-ROOT, KEPT = Path(__file__).resolve().parents[1], Path(tempfile.gettempdir(), f"golden-{os.getuid()}")
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = Path(tempfile.gettempdir(), f"golden-{os.getuid()}")
 FIGURE = re.compile(
     r"(loss|grad_norm|learning_rate|temperature|recall@\d+|(?<!train_)mean_recall|accuracy(@\d+)?|iou(@[\d.]+)?)$"
 )
@@ -67,10 +68,12 @@ def graphs(folder: Path) -> dict[str, Any]:
     import numpy as np
     import onnxruntime as ort
 
-    one_thread, found = ort.SessionOptions(), {}
+    one_thread = ort.SessionOptions()
+    found = {}
     one_thread.intra_op_num_threads = 1
     for path in sorted(folder.rglob("*.onnx")):
-        session, inputs = ort.InferenceSession(path, one_thread, ["CPUExecutionProvider"]), {}
+        session = ort.InferenceSession(path, one_thread, ["CPUExecutionProvider"])
+        inputs = {}
         for wanted in session.get_inputs():
             shape = [size if isinstance(size, int) else 3 for size in wanted.shape]
             ramp = np.arange(np.prod(shape)).reshape(shape)
@@ -175,7 +178,8 @@ def run(tree: str, folder: Path, words: list[str]) -> None:
 
 def run_side(tree: Path, folder: Path, cases: list[Case], inputs: Path) -> None:
     """Run what isn't in the folder yet."""
-    names, tasks = {"data": str(inputs)} | {case.name: str(folder / case.name) for case in cases}, []
+    names = {"data": str(inputs)} | {case.name: str(folder / case.name) for case in cases}
+    tasks = []
     for case in cases:
         names["out"] = names[case.name]
         commands = [Template(text).substitute(names) for text in case.commands]
@@ -197,7 +201,8 @@ def difference(case: Case, before: Path, after: Path) -> str:
         if (folder / "error.txt").exists() or not (folder / "done.json").exists():
             told = (folder / "error.txt").read_text() if (folder / "error.txt").exists() else "the process was ended"
             return f"{side} it failed: {told.strip().splitlines()[-1]}"
-    then, now = case.read(before), case.read(after)
+    then = case.read(before)
+    now = case.read(after)
     if not then:
         return f"nothing to compare was left in {before}"
     names = [name for name in {**then, **now} if repr(then.get(name)) != repr(now.get(name))]  # NaN is equal to NaN
@@ -221,11 +226,13 @@ def main() -> int:
     cases = [case for case in CASES if case.name in needed]
     inputs = KEPT / hashlib.sha256((ROOT / "tests/kit/golden_inputs.py").read_bytes()).hexdigest()[:12]
     KEPT.mkdir(exist_ok=True)
-    git, failed = ["git", "-C", str(ROOT)], 0
+    git = ["git", "-C", str(ROOT)]
+    failed = 0
     commit = subprocess.check_output([*git, "rev-parse", f"{args.revision}^{{commit}}"], text=True).strip()
     with tempfile.TemporaryDirectory() as name, (KEPT / f"{commit}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two comparisons with one revision share what it leaves
-        tree, now = Path(name, "tree").resolve(), Path(name, "now")
+        tree = Path(name, "tree").resolve()
+        now = Path(name, "now")
         if not inputs.exists():
             importlib.import_module("tests.kit.golden_inputs").write_inputs(Path(name, "inputs"))
             shutil.copytree(Path(name, "inputs"), inputs)

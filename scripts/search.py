@@ -110,7 +110,7 @@ def table_of_copies(groups: list[list[dict[str, Any]]]) -> list[str]:
     return (
         [*lines, f"{len(groups):,} pictures occur {sum(map(len, groups)):,} times"]
         if groups
-        else ["No picture occurs twice"]
+        else ["No picture occurs twice; a copy that was cropped or shifted may be missed"]
     )
 
 

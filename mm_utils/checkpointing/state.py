@@ -206,7 +206,7 @@ def write_model(
             stock.save_pretrained(folder / _DUAL_ENCODER)
             processor.save_pretrained(folder / _DUAL_ENCODER)
         except ValueError as error:
-            logger.info("No dual_encoder/ folder: %s.", error)
+            logger.info("No class of transformers holds this model, so there is no dual_encoder/ folder: %s.", error)
         except RunError:  # it has diverged
             for file in folder.glob("*.safetensors*"):
                 file.unlink()

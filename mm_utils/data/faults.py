@@ -160,7 +160,9 @@ def escaped(text: str) -> str:
 def excerpt(text: str) -> str:
     """Return the beginning of a text, escaped, in at most 200 characters."""
     text = escaped(text[:_LONGEST_READ])
-    return (text if len(text) <= _EXCERPT else redact(text))[:_EXCERPT]
+    if len(text) > _EXCERPT:
+        text = redact(text)
+    return text if len(text) <= _EXCERPT else f"{text[: _EXCERPT - 1]}…"
 
 
 def storable(text: str) -> str:

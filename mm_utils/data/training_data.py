@@ -95,7 +95,12 @@ class TrainingData:
 
     def __str__(self) -> str:
         counts = {"train": self.num_rows, **{name: len(rows) for name, rows in self.splits.items()}}
-        return ", ".join(f"{name}: {rows:,} {self.medium}s" for name, rows in counts.items())
+        shown = []
+        for name, rows in counts.items():
+            total = self.total_rows.get(name, rows)
+            of_all = "" if rows == total else f" of {total:,}"
+            shown.append(f"{name}: {rows:,}{of_all} {self.medium}s")
+        return ", ".join(shown)
 
 
 def open_data(

@@ -7,7 +7,7 @@ from pathlib import Path
 from mm_utils.arguments import launch_command, to_words
 from mm_utils.data.arguments import EvaluatedDataArguments
 from mm_utils.data.rows.columns import too_few
-from mm_utils.evaluation.recall_gain import Gain, read_log
+from mm_utils.evaluation.recall_gain import BEFORE, Gain, read_log
 from mm_utils.files import write_json
 from mm_utils.finetuning.arguments import LabelArguments
 from mm_utils.finetuning.evaluator import ClassificationEvaluator, report_classes
@@ -24,11 +24,12 @@ from mm_utils.run.finish import (
     finish,
     run_card,
 )
-from mm_utils.text import sentence_case
+from mm_utils.text import markdown_text, sentence_case
 from mm_utils.training.arguments import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
+_NAMED = 10  # classes, in a sentence
 _INPUTS = {
     "fused": "the fusion head's [CLS] on an image and a text",
     "pair": "the embeddings of an image and a text, side by side",
@@ -81,6 +82,7 @@ def _accuracy_gained(trained: Trained) -> Gain | None:
         floor=metrics["eval_majority"],
         starts=starts,
         saved_step=saved_step,
+        start_name=BEFORE if starts else "",  # a new classifier knows nothing
     )
 
 
@@ -89,12 +91,13 @@ def classification_card(
 ) -> CardInfo:
     """Return the card of a fine-tuned model."""
     medium = model.config.medium
-    what = f"It classifies into {len(task.classes)} classes by {classifier_input(model)}."
+    what = f"It classifies into {markdown_text(named_classes(task))} by {classifier_input(model)}."
+    text = task.splits["validation"]["captions"][0][0] if task.has_texts else None
     return run_card(
         trained,
         argv,
         about=f"{what} {describe_towers(trained, model)}: {describe_sizes(trained, model)}.",
-        usage=usage(trained.name, medium, model.config.classifier_inputs),
+        usage=usage(trained.name, medium, model.config.classifier_inputs, text),
         medium=medium,
         table=(
             ["split", "accuracy", "95 % interval", "macro F1", "always the most frequent class"],
@@ -120,10 +123,16 @@ def _rows(metrics: Mapping[str, float]) -> list[list[str]]:
     return rows
 
 
-def usage(name: str, medium: str, inputs: str) -> str:
-    """Return code that classifies and runs as pasted, in any folder."""
+def named_classes(task: LabelledTask) -> str:
+    """Return how many classes there are, and the names of some."""
+    shown = ", ".join(task.classes[:_NAMED])
+    return f"{len(task.classes)} classes ({shown}{', ...' if len(task.classes) > _NAMED else ''})"
+
+
+def usage(name: str, medium: str, inputs: str, text: str | None = None) -> str:
+    """Return code that classifies and runs as pasted, in any folder; `text` is one of those that it was trained on."""
     media, files = EXAMPLES[medium]
-    texts = "" if inputs == "image" else f', ["a text"] * len({media})'
+    texts = "" if inputs == "image" else f", [{quoted(text or 'a text')}] * len({media})"
     return f"""\
 from pathlib import Path
 
@@ -146,7 +155,7 @@ def _summary(
     trained: Trained, model: FusionDualEncoderForClassification, task: LabelledTask, gain: Gain | None
 ) -> list[str]:
     run = trained.run
-    lines = ["", f"{len(task.classes)} classes, predicted from {classifier_input(model)}:"]
+    lines = ["", f"{named_classes(task)}, predicted from {classifier_input(model)}:"]
     for split, accuracy, interval, f1, majority in _rows(trained.metrics):
         shown = f"accuracy {accuracy} ({interval})   macro F1 {f1}   most frequent class {majority}"
         lines.append(f"  {split:<12}{shown}")

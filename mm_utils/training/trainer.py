@@ -151,7 +151,8 @@ class Trainer:
             try:
                 self._begin(resume_from, known or {})
                 if self.stage.begin or not self.stage.is_last:
-                    logger.info("Steps %d to %d train the %s", self.stage.begin + 1, self.stage.end, self.stage.name)
+                    what = "fusion head and the projections" if self.stage.name == "head" else self.stage.name
+                    logger.info("Steps %d to %d train the %s", self.stage.begin + 1, self.stage.end, what)
                 metrics = self._evaluate_if_due(evaluate_start)
                 if not self.callbacks.control.should_training_stop:
                     metrics = self._take_steps() or metrics

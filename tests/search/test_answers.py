@@ -316,7 +316,7 @@ def test_near_copies_are_one_hit_and_are_listed(dated: Path, capsys: pytest.Capt
     search.main(["--index_dir", str(dated), "--copies"])
     assert str(dated.parent / "photos/1/029.png") in capsys.readouterr().out
     search.main(["--index_dir", str(dated), "--copies", "--folder", "1"])
-    assert capsys.readouterr().out == "No picture occurs twice\n"
+    assert capsys.readouterr().out == "No picture occurs twice; a copy that was cropped or shifted may be missed\n"
     with pytest.raises(ValueError, match="--top_k is 3"):
         search.main(["--index_dir", str(dated), "--copies", "--top_k", "3"])
 

@@ -134,7 +134,7 @@ def find_columns(
     key = find_column("id_column", names, title, wanted.id, USUAL_NAMES["id"])
     key = None if wanted.labelled or key == image else key
     classes = tuple(labels.get(str(label), ()))
-    tell_read({medium: image, "caption": template or caption, "label": label if wanted.labelled else None, "id": key}, title)
+    tell_read({medium: image, "caption": wanted.template or caption, "label": label if wanted.labelled else None, "id": key}, title)
     return Columns(image, caption, key, medium, wanted.template, group, wanted.labelled, label, classes)
 
 

@@ -434,7 +434,11 @@ def to_words(arg_class: Any, settings: Mapping[str, Any], leave_out: Sequence[st
     words: list[str] = []
     for each in dataclasses.fields(arg_class):
         value = settings.get(each.name)
-        if value is not None and value != each.default and each.name not in leave_out:
+        if value is None or value == each.default or each.name in leave_out:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{each.name}" if value else f"--no_{each.name}")
+        else:
             words += [f"--{each.name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
     return words
 

@@ -154,7 +154,7 @@ def test_flags_offer_what_there_is() -> None:
 def test_words_and_files_are_parsed_back_to_the_same_values(tmp_path: Path) -> None:
     parsed = parse("--learning_rate", "0.25", "--name", "two words", "--no_shuffle")
     words = to_words(First, to_dict(*parsed))
-    assert words == ["--learning_rate", "0.25", "--name", "two words", "--shuffle", "False"]
+    assert words == ["--learning_rate", "0.25", "--name", "two words", "--no_shuffle"]
     assert parse(*words) == parsed
     assert to_words(First, to_dict(*parsed), leave_out=["name", "shuffle", "learning_rate"]) == []
     given = parse_args(*PRETRAINING, argv=["--learning_rate", "2e-4", "--freeze_text", "--fusion_layers", "1"])

@@ -9,6 +9,14 @@ from mm_utils.evaluation.recall_gain import Gain, chance
 from mm_utils.text import sentence_case
 
 DIRECTIONS = {"text_to_image": "text to image", "image_to_text": "image to text"}
+GROUNDED = {  # a figure, what it says, and what stands beside it
+    "eval_moment_iou0.5": (
+        "Moments found with an overlap of half",
+        "eval_moment_iou0.5_fixed",
+        "by the best fixed span",
+    ),
+    "eval_pointing_accuracy": ("Phrases pointed at within their box", "eval_pointing_chance", "by chance"),
+}
 MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
 
 
@@ -25,6 +33,7 @@ def recall_lines(
         shown = "".join(f"R@{k} {cell:<24}" for k, cell in zip(CUTOFFS, cells, strict=False))
         lines.append(f"  {title:<{width}}{shown.rstrip()}")
     lines.append(f"  {sentence_case(counted)}.")
+    lines += [f"  {said}" for said in grounding_sentences(metrics)]
     if few := too_few(images, medium, "The split"):
         lines.append(f"  {few}")
     return lines
@@ -56,6 +65,17 @@ def retrieval_rows(
             rows.append([f"{shown}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
         rows.append([f"{shown}, by chance", *(f"{value:.3f}" for value in chance(split, direction))])
     return rows
+
+
+def grounding_sentences(metrics: Mapping[str, float]) -> list[str]:
+    """Return a sentence on moments and one on regions, where they were measured."""
+    said = []
+    for name, (words, floor, by) in GROUNDED.items():
+        if name in metrics:
+            low = metrics[f"{name}_low"]
+            high = metrics[f"{name}_high"]
+            said.append(f"{words}: {metrics[name]:.3f} ({low:.2f} to {high:.2f}), {by} {metrics[floor]:.3f}.")
+    return said
 
 
 def independent_queries(split: Embeddings, medium: str) -> tuple[str, int]:

@@ -384,20 +384,28 @@ class FramesTower(nn.Module):
     def forward(self, pixel_values: Tensor, output_hidden_states: bool = False, **_: Any) -> ModelOutput:
         """Read clips `[B, T, 3, H, W]`; the hidden states are the backbone's, `[B, C, places, T]`, and a last `[B, C, 1, T]`."""
         clips, steps = pixel_values.shape[:2]
-        images = pixel_values.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        images = pixel_values.flatten(0, 1)
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # then the number of clips is not known
-        if torch.is_grad_enabled() or output_hidden_states or is_traced or len(images) <= FRAMES_AT_ONCE:
+        is_free = not (torch.is_grad_enabled() or is_traced)
+        place: Any = slice(None)
+        if is_free:  # a frame that is shown for longer is read once: of a clip of 2 frames, 2 and not 16
+            is_new = torch.ones(clips, steps, dtype=torch.bool, device=images.device)
+            is_new[:, 1:] = (pixel_values[:, 1:] != pixel_values[:, :-1]).flatten(2).any(-1)
+            images = images[is_new.flatten()]
+            place = is_new.flatten().cumsum(0) - 1
+        images = images.contiguous(memory_format=torch.channels_last)
+        if not is_free or output_hidden_states or len(images) <= FRAMES_AT_ONCE:
             output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
             pooled = pool_output(output, self.pooling)
         else:  # 64 clips of 16 frames at once would take 14 GB of a MobileNetV2
             output = ModelOutput()
             parts = [self.backbone(part, return_dict=True) for part in images.split(FRAMES_AT_ONCE)]
             pooled = torch.cat([pool_output(part, self.pooling) for part in parts])
-        frames = self.look_over_time(pooled.unflatten(0, (clips, steps)))
+        frames = self.look_over_time(pooled[place].unflatten(0, (clips, steps)))
         in_time = frames.transpose(1, 2)[:, :, None]
         states = [each if each.dim() == 4 else each.transpose(1, 2) for each in output.get("hidden_states") or ()]
         # [B x T, C, places] -> [B, C, places, T]
-        maps = [each.flatten(2).unflatten(0, (clips, steps)).permute(0, 2, 3, 1) for each in states]
+        maps = [each[place].flatten(2).unflatten(0, (clips, steps)).permute(0, 2, 3, 1) for each in states]
         return ModelOutput(last_hidden_state=in_time, pooler_output=frames.mean(1), hidden_states=(*maps, in_time))
 
     def look_over_time(self, frames: Tensor) -> Tensor:
@@ -616,7 +624,8 @@ class FusionDualEncoderModel(PreTrainedModel):
         """Add a head that embeds boxes, if there is none; ValueError if the model has no fusion head, whose taps it reads."""
         if self.fusion is None:
             raise ValueError(
-                "This model was built with fusion_layers=0; regions are read from the fusion head's taps."
+                "This model was built with fusion_layers=0, and regions and moments are read from what a fusion head taps. Leave out "
+                "--fusion_layers 0, or start from a model with a head."
             )
         if self.region_head is None:
             width = self.config.vision_widths[self.config.fusion_vision_taps[-1]]

@@ -113,6 +113,8 @@ def dry_run(main: Callable[..., Any], name: str, argv: Sequence[str] | None, giv
         f"  disk        {figures['disk_gb']:.3g} GB of checkpoints and model; {figures['free_disk_gb']:.4g} GB free\n"
         "The same command without --dry_run starts it."
     )
+    if 3600 * figures["hours"] < 2 * elapsed:
+        logger.info("This dry run took %s: of so few rows, the run takes little longer", duration(elapsed / 3600))
     if figures["disk_gb"] > figures["free_disk_gb"]:
         logger.warning("The disk of %s has no room for that. Make room.", existing)
     return {f"dry_run_{name}": float(value) for name, value in figures.items()}

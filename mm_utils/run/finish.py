@@ -25,7 +25,12 @@ from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import right_items
 from mm_utils.evaluation.metrics import CUTOFFS
 from mm_utils.evaluation.recall_gain import BEFORE, CLOSED_FORM, Gain, recall_gained
-from mm_utils.evaluation.recall_table import independent_queries, recall_lines, retrieval_rows
+from mm_utils.evaluation.recall_table import (
+    grounding_sentences,
+    independent_queries,
+    recall_lines,
+    retrieval_rows,
+)
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.hub import licence_of
@@ -103,6 +108,7 @@ def retrieval_card(
         f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
         too_few(images, medium),
         sentence_case(gain.sentence),
+        *grounding_sentences(trained.metrics),
         chosen_on_validation(trained),
         describe_weights(model),
         *unread_captions(data.splits[seen], data.processor.tokenizer, data.max_seq_length, f"The captions of {seen}"),

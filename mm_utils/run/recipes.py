@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
 from mm_utils.arguments import Parsed, parse_args, read_flat_yaml
 from mm_utils.command import scripts_folder
@@ -197,6 +197,8 @@ def _unreachable(name: str) -> str:
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return ""
     use_cache_without_network()
+    if constants.HF_HUB_OFFLINE:
+        return "offline"
     try:
         HfApi().model_info(name, timeout=10)
         return ""

@@ -204,8 +204,9 @@ def start_projections(
         found = replace(found, text_BE=found.text_BE @ found.image_AE.T, image_AE=torch.zeros(0))
     write_projections(model, found)
     logger.info(
-        "Projections start from the closed form of %s images (shrinkage %g, weight of class names %g, %.0f s): %s",
+        "Projections start from the closed form of %s %ss (shrinkage %g, weight of class names %g, %.0f s): %s",
         f"{len(features.image_MA):,}",
+        data.medium,
         found.shrinkage,
         found.name_weight,
         time.monotonic() - begin,

@@ -20,7 +20,7 @@ from mm_utils.data.prepare.arguments import CheckArguments, TimedArguments
 from mm_utils.data.prepare.ingest import IngestPlan, Storage, ingest_sources, read_part
 from mm_utils.data.prepare.on_disk import open_prepared
 from mm_utils.data.rows.source import Source
-from mm_utils.model.reading import read_frames, read_sound
+from mm_utils.model.reading import UnreadableError, read_frames, read_sound
 from scripts import prepare_data
 from tests.kit.fault_images import save
 from tests.kit.jsonl import write_lines
@@ -332,3 +332,8 @@ def test_silence_before_a_sound_is_as_long_as_its_window_says_at_another_rate() 
         silences.append(max(0, round(-window.left * 2000)))
         assert int((shown.abs() > 0.1).nonzero()[0]) == pytest.approx(silences[-1], abs=15)
     assert max(silences) > 100
+
+@pytest.mark.parametrize("end", [12.0, None])
+def test_a_span_behind_the_end_is_told_the_length_of_the_file(end: float | None) -> None:
+    with pytest.raises(UnreadableError, match=r"9.*, of [12]\.\d{3} s"):
+        read_sound(MP3, 8000, 9.0, end)

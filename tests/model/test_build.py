@@ -584,6 +584,25 @@ def test_sound_towers_have_their_own_extractor_and_are_taken_from_whole_models(k
             torch.testing.assert_close(found[name], value)
 
 
+def test_a_frame_that_is_shown_for_longer_is_read_once() -> None:
+    model, _ = build("clip", image_size=32)
+    tower = model.vision_model.eval()
+    read: list[int] = []
+    tower.backbone.register_forward_pre_hook(lambda _, args: read.append(len(args[0])))
+    two, many = torch.randn(2, 16, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    two = torch.cat([two[:1].expand(8, -1, -1, -1), two[1:2].expand(8, -1, -1, -1)])
+    clips = torch.stack([two, many])
+    for hidden in (False, True):
+        with torch.enable_grad():
+            every = tower(pixel_values=clips, output_hidden_states=hidden)
+        with torch.no_grad():
+            once = tower(pixel_values=clips, output_hidden_states=hidden)
+        torch.testing.assert_close(once.pooler_output, every.pooler_output)
+        for one, other in zip(once.get("hidden_states") or (), every.get("hidden_states") or (), strict=True):
+            torch.testing.assert_close(one, other)
+    assert read == [32, 18, 32, 18]
+
+
 def test_clip_tiny_encodes_frames(tmp_path: Path) -> None:
     model, _ = build("clip", image_size=32)
     assert isinstance(model.vision_model, FramesTower)

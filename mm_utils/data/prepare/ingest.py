@@ -284,7 +284,7 @@ def refuse_hopeless(found: Ingested, name: str, most: float, none_left: bool = F
     if not hopeless and not none_left:
         return
     faults = [fault for fault in found.faults if fault["source"] == name]
-    reasons = Counter(fault["reason"] for fault in faults).most_common(3)
+    reasons = Counter(fault["reason"] for fault in faults).most_common()
     first = next(fault for fault in faults if fault["reason"] == reasons[0][0])
     limit = "half" if most == 0.5 else f"--max_bad_fraction {most}"
     excess = f"more than {limit}" if hopeless else "and no row is left of any source"

@@ -28,12 +28,13 @@ from mm_utils.data.media.pictures import picture
 from mm_utils.data.prepare.arguments import PrepareArguments
 from mm_utils.data.prepare.dedup_and_split import LEAKS, Reconciled, places_of
 from mm_utils.data.prepare.ingest import Ingested
-from mm_utils.data.rows.columns import count_held_out, too_few
+from mm_utils.data.rows.columns import NEGATIVES, count_held_out, too_few
 from mm_utils.plots import MUTED, draw_text, save_figure, wrap
 from mm_utils.text import byte_size, caption_key, markdown_table, markdown_text, publishable, redact, without_secrets
 
 CARD = "README.md"
 Summary = dict[str, Any]
+_BESIDE = ("regions", "moments", NEGATIVES)  # columns that a set may have
 _SHARED = 3
 _SHOWN_PAIRS = 24
 _EXAMPLES = 3  # of a reason
@@ -113,8 +114,9 @@ def measure(pairs: DatasetDict) -> tuple[Summary, Summary]:
     lengths = list[int]()
     foreign = 0
     for name, rows in pairs.items():
-        split = splits[name] = {"images": len(rows), "captions": 0, "bytes": 0}
-        for batch in rows.select_columns(["image", "captions"]).with_format("arrow").iter(1000):
+        beside = [column for column in _BESIDE if column in rows.column_names]
+        split = splits[name] = {"images": len(rows), "captions": 0, "bytes": 0, **dict.fromkeys(beside, 0)}
+        for batch in rows.select_columns(["image", "captions", *beside]).with_format("arrow").iter(1000):
             own = pc.list_flatten(batch["captions"])
             texts += own.chunks
             words = own.to_pylist()
@@ -125,6 +127,8 @@ def measure(pairs: DatasetDict) -> tuple[Summary, Summary]:
             owners.append(np.repeat(images + np.arange(len(batch)), pc.list_value_length(batch["captions"])))
             images += len(batch)
             split["captions"] += len(own)
+            for column in beside:
+                split[column] += pc.sum(pc.list_value_length(batch[column])).as_py() or 0
             split["bytes"] += pc.sum(pc.binary_length(pc.struct_field(batch["image"], "bytes"))).as_py() or 0
     keys_M = np.concatenate(keys)
     text = pa.chunked_array(texts, pa.string())
@@ -168,7 +172,9 @@ def compare(pairs: DatasetDict, earlier: pa.Table) -> dict[str, int]:
 def describe(summary: Summary, folder: str) -> str:
     """Describe the findings in a few lines, with the next command."""
     splits = ", ".join(f"{name} {part['images']:,}" for name, part in summary["splits"].items())
-    lines = [f"{summary['medium'].capitalize()}s: {splits}; {_total(summary, 'captions'):,} captions"]
+    beside = [column for column in _BESIDE if any(part.get(column) for part in summary["splits"].values())]
+    counted = ", ".join(f"{_total(summary, column):,} {column}" for column in ("captions", *beside))
+    lines = [f"{summary['medium'].capitalize()}s: {splits}; {counted}"]
     if before := summary.get("overwritten"):
         lines.append(
             f"Overwritten: {before['rows']:,} rows. {before['new']:,} are new, {before['gone']:,} gone, {before['kept']:,} kept, "
@@ -205,7 +211,12 @@ def write_report(folder: Path, pairs: DatasetDict, summary: Summary) -> None:
     ]
     tables = {
         "What it holds": [
-            {"split": name, f"{kind}s": part["images"], "captions": part["captions"], "size": byte_size(part["bytes"])}
+            {
+                "split": name,
+                f"{kind}s": part["images"],
+                **{column: part[column] for column in ("captions", *_BESIDE) if column in part},
+                "size": byte_size(part["bytes"]),
+            }
             for name, part in summary["splits"].items()
         ],
         "Sources": summary["sources"],
@@ -237,7 +248,7 @@ def write_report(folder: Path, pairs: DatasetDict, summary: Summary) -> None:
 
 
 def _total(summary: Summary, name: str) -> int:
-    return sum(part[name] for part in summary["splits"].values())
+    return sum(part.get(name, 0) for part in summary["splits"].values())
 
 
 def _leaks(leakage: Summary) -> tuple[int, int]:

@@ -292,9 +292,10 @@ def check_cut(start: float | None, end: float | None, seconds: float | None = No
         raise UnreadableError(f"it starts at {begin:g} s", "span_outside")
     if end is not None and end <= begin:
         raise UnreadableError(f"from {begin:g} to {end:g} s", "span_empty" if end == begin else "span_reversed")
-    if seconds is not None and (begin >= seconds or (end is not None and end > seconds + TOLERANCE)):
-        span = f"from {begin:g} s on" if end is None else f"{begin:g} to {end:g} s"
-        raise UnreadableError(f"{span}, of {seconds:.3f} s", "span_outside")
+    if seconds is not None and begin >= seconds:
+        raise UnreadableError(f"it ends before {begin:g} s", "span_outside")
+    if seconds is not None and end is not None and end > seconds + TOLERANCE:
+        raise UnreadableError(f"{begin:g} to {end:g} s of {seconds:.3f} s", "span_outside")
 
 
 def _check_length(seconds: float, most: float) -> None:
@@ -707,7 +708,7 @@ def _read_stream(
         seconds = count / rate if rate else 0.0
         _check_whole(begin + seconds, said if end is None else min(said or 0.0, end), is_flac)
         if start is not None or end is not None:
-            check_cut(start, end, begin + seconds if count else min(begin, said or begin))
+            check_cut(start, end, begin + seconds)
     samples = np.concatenate(pieces)[:limit]
     surplus = len(samples) - round(((said or 0.0) - begin) * rate)
     # The last packet of Ogg Vorbis is longer than the sound in it.

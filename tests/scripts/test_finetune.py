@@ -69,7 +69,7 @@ def test_a_task_of_sounds_is_measured_and_its_card_has_code_for_it(
     assert sum(right) / len(right) == metrics["eval_accuracy"]
     monkeypatch.chdir(tmp_path)
     card = (folder / "README.md").read_text()
-    assert re.search(r"into 2 classes by the fusion head.*CLS.* on a sound and a text\.", card)
+    assert re.search(r"into 2 classes .*no, yes.* by the fusion head.*CLS.* on a sound and a text\.", card)
     [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     printed = []
     exec(code, {"print": lambda text: printed.append(text)})

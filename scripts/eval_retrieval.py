@@ -41,7 +41,7 @@ from mm_utils.data.batches.loaders import EVALUATION_BATCH, make_loaders
 from mm_utils.data.batches.tokens import tokenize_splits
 from mm_utils.data.pairs import load_split
 from mm_utils.evaluation.metrics import half_widths
-from mm_utils.evaluation.recall_table import recall_lines
+from mm_utils.evaluation.recall_table import recall_table
 from mm_utils.evaluation.retrieval import RetrievalEvaluator, in_turn
 from mm_utils.files import writable_folder
 from mm_utils.model.build import open_model
@@ -91,7 +91,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 5. Report.
     if accelerator.is_main_process:
         shown = {f"eval_{name}": value for name, value in metrics.items()}
-        lines = recall_lines(shown, evaluator.split, loaders.medium.kind, f"the {split} split")
+        table = recall_table(shown, evaluator.split, loaders.medium.kind)
+        lines = table.lines(f"the {split} split")
         report_metrics(accelerator, lines, metrics | half_widths(evaluator.directions), args.output_dir, split)
     accelerator.end_training()
     return metrics

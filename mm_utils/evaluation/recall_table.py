@@ -1,6 +1,7 @@
 """The recalls of both directions as a table: before training, by the encoders, re-ranked, and by chance."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from mm_utils.data.rows.columns import too_few
 from mm_utils.evaluation.embeddings import Embeddings
@@ -20,29 +21,37 @@ GROUNDED = {  # a figure, what it says, and what stands beside it
 MEASURED = {"eval_": "encoders alone", "eval_rerank_": "re-ranked by the fusion head"}
 
 
-def recall_lines(
-    metrics: Mapping[str, float], split: Embeddings, medium: str, name: str, gain: Gain | None = None
-) -> list[str]:
-    """Return the lines of a screen with recalls on `name`, such as "the test split", their intervals, and chance."""
+class RecallTable(NamedTuple):
+    """The recalls on a split, as a screen and a card show them.
+
+    Attributes:
+        images: how many images, or other media, were measured.
+        rows: a title, and a cell for each of `CUTOFFS`.
+        notes: sentences that belong below.
+    """
+
+    images: int
+    medium: str
+    rows: list[list[str]]
+    notes: list[str]
+
+    def lines(self, name: str) -> list[str]:
+        """Return the lines of a screen; `name` is that of the split, such as "the test split"."""
+        width = max((len(title) for title, *_ in self.rows), default=0) + 2
+        lines = ["", f"Retrieval on the {self.images:,} {self.medium}s of {name}:"]
+        for title, *cells in self.rows:
+            shown = "".join(f"R@{k} {cell:<24}" for k, cell in zip(CUTOFFS, cells, strict=False))
+            lines.append(f"  {title:<{width}}{shown.rstrip()}")
+        return lines + [f"  {note}" for note in self.notes]
+
+
+def recall_table(
+    metrics: Mapping[str, float], split: Embeddings, medium: str, gain: Gain | None = None
+) -> RecallTable:
+    """Return both directions' recalls with their intervals: before training, encoders, re-ranked, the head's gain, by chance."""
     images = len(split.image_key_M)
     counted, queries = independent_queries(split, medium)
-    rows = retrieval_rows(metrics, split, queries, medium, gain)
-    width = max((len(name) for name, *_ in rows), default=0) + 2
-    lines = ["", f"Retrieval on the {images:,} {medium}s of {name}:"]
-    for title, *cells in rows:
-        shown = "".join(f"R@{k} {cell:<24}" for k, cell in zip(CUTOFFS, cells, strict=False))
-        lines.append(f"  {title:<{width}}{shown.rstrip()}")
-    lines.append(f"  {sentence_case(counted)}.")
-    lines += [f"  {said}" for said in grounding_sentences(metrics)]
-    if few := too_few(images, medium, "The split"):
-        lines.append(f"  {few}")
-    return lines
-
-
-def retrieval_rows(
-    metrics: Mapping[str, float], split: Embeddings, queries: int, medium: str, gain: Gain | None = None
-) -> list[list[str]]:
-    """Return both directions' recalls: before training, encoders, re-ranked, the head's gain, by chance."""
+    notes = [f"{sentence_case(counted)}.", *grounding_sentences(metrics), too_few(images, medium, "The split")]
     rows: list[list[str]] = []
     for direction, title in DIRECTIONS.items():
         shown = title.replace("image", medium)
@@ -64,7 +73,7 @@ def retrieval_rows(
         if gains:
             rows.append([f"{shown}, what the head adds", *(f"{gain:+.3f}" for gain in gains)])
         rows.append([f"{shown}, by chance", *(f"{value:.3f}" for value in chance(split, direction))])
-    return rows
+    return RecallTable(images, medium, rows, [note for note in notes if note])
 
 
 def grounding_sentences(metrics: Mapping[str, float]) -> list[str]:

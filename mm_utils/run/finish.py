@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 from PIL import Image
@@ -19,18 +19,12 @@ from mm_utils.data.arguments import DataArguments, LoaderArguments
 from mm_utils.data.batches.tokens import unread_captions
 from mm_utils.data.media import COLUMNS, kind_of
 from mm_utils.data.media.pictures import picture
-from mm_utils.data.rows.columns import too_few
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.arguments import EvaluationArguments
 from mm_utils.evaluation.embeddings import right_items
 from mm_utils.evaluation.metrics import CUTOFFS
 from mm_utils.evaluation.recall_gain import BEFORE, CLOSED_FORM, Gain, recall_gained
-from mm_utils.evaluation.recall_table import (
-    grounding_sentences,
-    independent_queries,
-    recall_lines,
-    retrieval_rows,
-)
+from mm_utils.evaluation.recall_table import RecallTable, recall_table
 from mm_utils.evaluation.reranking import describe_weights, stored_weights
 from mm_utils.evaluation.retrieval import RetrievalEvaluator
 from mm_utils.hub import licence_of
@@ -89,44 +83,65 @@ class Trained:
         return self.repository or str(folder.relative_to(here) if folder.is_relative_to(here) else folder.name)
 
 
-def retrieval_card(
-    trained: Trained, evaluator: RetrievalEvaluator, gain: Gain, argv: Sequence[str] | None
-) -> CardInfo:
-    """Return the card of a pre-trained model; `evaluator` is that of the last evaluation."""
+class Report(NamedTuple):
+    """What the card and the summary of a pre-training say.
+
+    Attributes:
+        said: sentences on what training and re-ranking gained.
+        example: a text that finds its image, or other medium.
+    """
+
+    gain: Gain
+    table: RecallTable
+    said: list[str]
+    example: str
+
+
+def _report(trained: Trained, evaluator: RetrievalEvaluator, is_paired: bool) -> Report:
+    """Return what is said of a run; `evaluator` is that of the last evaluation, and `is_paired` as for `recall_gained`."""
     run = trained.run
-    split = evaluator.split
+    medium = trained.data.medium
+    bases = _bases(trained)
+    start_name = CLOSED_FORM if all(bases) else ""
+    if (whole := run.settings["model_name_or_path"]) and bases == [whole, whole]:
+        start_name = BEFORE
+    log = run.output_dir / METRICS_FILE
+    gain = recall_gained(evaluator, log, medium, is_paired=is_paired, start_name=start_name)
+    table = recall_table(_with_head(trained.metrics, trained.model), evaluator.split, medium, gain)
+    said = [sentence_case(text) for text in (gain.sentence, describe_weights(trained.model)) if text]
+    return Report(gain, table, said, example_text(trained.data, evaluator))
+
+
+def retrieval_card(trained: Trained, report: Report, argv: Sequence[str] | None) -> CardInfo:
+    """Return the card of a pre-trained model."""
+    run = trained.run
     model = trained.model
     data = trained.data
     medium = trained.data.medium
-    shown = _with_head(trained.metrics, model)
     stock = run.output_dir / "dual_encoder"
     has_fusion = _reranks(model)
-    counted, queries = independent_queries(split, medium)
     seen = next(name for name in ("train", "validation") if name in data.splits)
-    images = len(split.image_key_M)
     note = [
-        f"Measured on the {images:,} {medium}s of the validation split and their captions; {counted}.",
-        too_few(images, medium),
-        sentence_case(gain.sentence),
-        *grounding_sentences(trained.metrics),
+        f"Measured on the {report.table.images:,} {medium}s of the validation split and their captions.",
+        *report.table.notes,
+        *report.said,
         chosen_on_validation(trained),
-        describe_weights(model),
         *unread_captions(data.splits[seen], data.processor.tokenizer, data.max_seq_length, f"The captions of {seen}"),
     ]
     terms = [name.rpartition(".")[2].replace("_", " ") for name in trained.given[ObjectiveArguments].weights]
     losses = f"the {markdown_text(listed(terms))} loss{'es' * (len(terms) > 1)}"
     head = ", and a cross-attention fusion head that re-ranks the best candidates" if has_fusion else ""
     about = f"{describe_towers(trained, model)}, trained with {losses}{head}: {describe_sizes(trained, model)}."
-    if gain.saved_step == 0:
-        about += f" No step was better: {gain.start} is saved as it was."
+    if report.gain.saved_step == 0:
+        about += f" No step was better: {report.gain.start} is saved as it was."
     dual_encoder = AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else ""
     return run_card(
         trained,
         argv,
         about=f"{about} It finds {medium}s for a text and texts for {an(medium)}.",
-        usage=search_code(trained.name, medium, has_fusion, dual_encoder, example_text(data, evaluator)),
+        usage=search_code(trained.name, medium, has_fusion, dual_encoder, report.example),
         medium=medium,
-        table=(["recall among the first", *map(str, CUTOFFS)], retrieval_rows(shown, split, queries, medium, gain)),
+        table=(["recall among the first", *map(str, CUTOFFS)], report.table.rows),
         table_note=" ".join(filter(None, note)),
         dataset_rows={"train": data.num_rows, **{name: len(rows) for name, rows in data.splits.items()}},
         dataset_fingerprint=data.fingerprint,
@@ -245,27 +260,17 @@ def finish_run(
     `argv` are the arguments that `main` was called with, None for those of the command line.
     """
     rows = trained.data.splits["validation"]
-    bases = _bases(trained)
-    start_name = CLOSED_FORM if all(bases) else ""
-    if (whole := trained.run.settings["model_name_or_path"]) and bases == [whole, whole]:
-        start_name = BEFORE
-    log = trained.run.output_dir / METRICS_FILE
-    gain = distributed.on_first(
-        lambda: recall_gained(evaluator, log, trained.data.medium, is_paired=not resumed, start_name=start_name)
-    )
+    reranks = _reranks(trained.model)
+    report = distributed.on_first(lambda: _report(trained, evaluator, is_paired=not resumed))
     finish(
         trained,
-        gain,
+        report.gain,
         lambda folder: draw_examples(
-            rows,
-            evaluator,
-            trained.model.logit_scale.exp().item(),
-            folder / "retrieval.png",
-            reranks=_reranks(trained.model),
+            rows, evaluator, trained.model.logit_scale.exp().item(), folder / "retrieval.png", reranks=reranks
         ),
-        lambda: retrieval_card(trained, evaluator, gain, argv),
-        lambda: _retrieval_summary(trained, evaluator, gain),
-        without=() if _reranks(trained.model) else ("eval_rerank_mean_recall",),
+        lambda: retrieval_card(trained, report, argv),
+        lambda: _retrieval_summary(trained, report),
+        without=() if reranks else ("eval_rerank_mean_recall",),
     )
 
 
@@ -349,14 +354,11 @@ def _picture(value: dict[str, Any], kind: str) -> Image.Image:
 # -- summaries ----------------------------------------------------------------------------------------------------------
 
 
-def _retrieval_summary(trained: Trained, evaluator: RetrievalEvaluator, gain: Gain) -> list[str]:
-    model = trained.model
-    held_out = "the validation split, which were not trained on"
-    metrics = _with_head(trained.metrics, model)
+def _retrieval_summary(trained: Trained, report: Report) -> list[str]:
     return [
-        *recall_lines(metrics, evaluator.split, trained.data.medium, held_out, gain),
-        *(f"  {sentence_case(said)}" for said in (gain.sentence, describe_weights(model)) if said),
-        *closing_lines(trained, next_commands(trained, evaluator)),
+        *report.table.lines("the validation split, which were not trained on"),
+        *(f"  {sentence}" for sentence in report.said),
+        *closing_lines(trained, next_commands(trained, report.example)),
     ]
 
 
@@ -371,8 +373,8 @@ def closing_lines(trained: Trained, commands: Sequence[str]) -> list[str]:
     ]
 
 
-def next_commands(trained: Trained, evaluator: RetrievalEvaluator) -> list[str]:
-    """Return what measures, fine-tunes, embeds and searches; nothing after a stream, which training alone reads."""
+def next_commands(trained: Trained, example: str) -> list[str]:
+    """Return what measures, fine-tunes, embeds and searches for `example`; nothing after a stream, which training alone reads."""
     data = trained.data
     folder = trained.run.output_dir
     settings = trained.run.settings
@@ -384,7 +386,7 @@ def next_commands(trained: Trained, evaluator: RetrievalEvaluator) -> list[str]:
     index = f"{folder.resolve() if folder.name in ('', '..') else folder}-index"
     rows = to_words(DataArguments, settings, ["max_train_samples", "max_eval_samples"])
     words = ["--model_name_or_path", str(folder), *rows, "--index_dir", index]
-    found = ["--index_dir", index, "--query", example_text(data, evaluator)]
+    found = ["--index_dir", index, "--query", example]
     return [*commands, launch_command("embed", words), launch_command("search", found, python())]
 
 

@@ -22,6 +22,7 @@ from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.tokens import fingerprint, tokenize_splits
 from mm_utils.data.media.medium import default_seconds, kind_of
 from mm_utils.data.pairs import first_rows, iterate_captions, load_pairs
+from mm_utils.model.pretrained import cut_texts_at
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ def make_data(
     if sizes != schedule.batch_sizes:
         logger.info("A step takes all %d training rows, fewer than --global_batch_size", len(rows))
     # Saved with the model, so that all who load it read as much of a text.
-    processor.tokenizer.model_max_length = loader_args.max_seq_length
+    cut_texts_at(processor.tokenizer, loader_args.max_seq_length)
     loaders = make_loaders(loader_args, accelerator.device, processor, readers)
     order = GlobalOrder(len(rows), sizes, schedule.seed)
     total = total_rows or {name: len(rows) for name, rows in splits.items()}

@@ -23,6 +23,7 @@ from mm_utils.export.graphs import MOST_DIFFERENCE, OPSET, differences, graphs_o
 from mm_utils.files import writable_folder, write_json
 from mm_utils.model import reading
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.pretrained import cut_texts_at
 from mm_utils.text import markdown_table, markdown_text, publishable
 
 IMMICH_NAMES = {
@@ -164,7 +165,8 @@ def write_settings(folder: Path, layout: str, model: FusionDualEncoderModel, pro
             f"The tokenizer is a {type(tokenizer).__name__}, which cannot be saved as tokenizer.json. Choose a model with a "
             "tokenizer of the tokenizers package."
         )
-    tokenizer.model_max_length = most = model.most_tokens(tokenizer)  # as many as are read of a text elsewhere
+    most = model.most_tokens(tokenizer)
+    cut_texts_at(tokenizer, most)  # as many as are read of a text elsewhere
     tokenizer.save_pretrained(folder / "textual" if layout == "immich" else folder)
     if layout == "immich":
         size, mean, std = image_geometry(processor)

@@ -174,6 +174,11 @@ class ModelArguments(TowerArguments):
         """Whether a new text tower joins the image side of a whole model."""
         return bool(self.model_name_or_path and self.text_model_name_or_path)
 
+    @property
+    def frame_layers(self) -> int:
+        """Layers over time of an image tower that reads clips: none where it runs once, since they would stay what they begin as."""
+        return 0 if self.freeze_vision and self.cache_features else 2
+
 
 @dataclass
 class ObjectiveArguments:

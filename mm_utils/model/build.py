@@ -114,8 +114,11 @@ def _whole_model(args: ModelArguments, medium: str) -> FusionDualEncoderModel | 
     name: Any = args.model_name_or_path
     if not name:
         return None
-    layers = 0 if args.joins_whole else args.fusion_layers
-    model = load_model(name, medium=medium, fusion_layers=layers).float()
+    head: dict[str, Any] = {
+        "fusion_layers": 0 if args.joins_whole else args.fusion_layers,
+        "frame_layers": args.frame_layers,
+    }
+    model = load_model(name, medium=medium, **head).float()
     if not args.joins_whole and args.fusion_layers not in (ModelArguments.fusion_layers, model.config.fusion_layers):
         raise ValueError(
             f"--fusion_layers is {args.fusion_layers}; the head of {name} has {model.config.fusion_layers} and stays as it is. "
@@ -158,7 +161,8 @@ def _joined(
     of_texts = None if of_images is not None else _model_of_text(args)
     # Batch norms that were trained elsewhere keep their statistics: a rank's batch is not the global batch.
     config: dict[str, Any] = {"medium": medium, "freeze_batch_norm": bool(args.vision_model_name_or_path)}
-    config |= {name: getattr(args, name) for name in ("projection", "projection_dim", "fusion_layers")}
+    names = ("projection", "projection_dim", "fusion_layers", "frame_layers")
+    config |= {name: getattr(args, name) for name in names}
     if of_images is None:
         vision_model, config["vision_pooling"] = _backbone(args, "vision", tokenizer, medium)
     else:

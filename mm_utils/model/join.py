@@ -49,7 +49,8 @@ def join_backbones(vision_model: Any, text_model: PreTrainedModel, **config: Any
         config[name] = best if config.get(name, "auto") == "auto" else config[name]
     pooled_width = pool_output(vision, config["vision_pooling"]).shape[-1]
     if medium == "clip" and len(input_shape(vision_model)) == 3:
-        vision_model = FramesTower(vision_model, config["vision_pooling"], pooled_width)
+        layers = config.get("frame_layers", FusionDualEncoderConfig.frame_layers)
+        vision_model = FramesTower(vision_model, config["vision_pooling"], pooled_width, layers)
         vision = probe(vision_model, "vision")
     hidden_states = [along_time(hidden, vision_model, medium) for hidden in vision["hidden_states"]]
     most = max(1, min(MOST_TAPS, config.get("fusion_layers", FusionDualEncoderConfig().fusion_layers)))

@@ -67,6 +67,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         vision_config, text_config: configs of `AutoModel` backbones, as objects or dictionaries; a classifier of media alone
             has no text_config, nor a text tower.
         medium: one of `MEDIA`, what `vision_config` reads; an image backbone reads the frames of clips by `FramesTower`.
+        frame_layers: the layers over time of such a tower.
         projection_dim: width of the embedding space; default: 256, or 3/4 of a narrower text tower.
         projection: one of `PROJECTIONS`, of new models between backbones: `mlp` is `ResidualProjection`.
         logit_scale_init_value: initial log inverse temperature; 2.6592 is log(1 / 0.07).
@@ -97,6 +98,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
     sub_configs = {"vision_config": AutoConfig, "text_config": AutoConfig}  # noqa: RUF012
     has_no_defaults_at_init = True
     medium = "image"
+    frame_layers = 2
     projection = "linear"
 
     def __init__(
@@ -105,6 +107,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
         text_config: Any = None,
         *,
         medium: str = "image",
+        frame_layers: int = 2,
         projection_dim: int | None = None,
         projection: str = "linear",
         logit_scale_init_value: float = 2.6592,
@@ -170,7 +173,7 @@ class FusionDualEncoderConfig(PreTrainedConfig):
             raise ValueError(
                 f"fusion_dim is {fusion_dim} with {fusion_heads} heads; it must be a multiple of 4 x fusion_heads."
             )
-        for name, value in {"medium": medium, "projection": projection}.items():
+        for name, value in {"medium": medium, "frame_layers": frame_layers, "projection": projection}.items():
             if value != getattr(self, name):  # the class has the usual ones, which files do not name
                 setattr(self, name, value)
         self.projection_dim = projection_dim or min(256, 3 * text_width // 4)  # of 192 channels 144
@@ -355,8 +358,13 @@ def along_time(hidden: Tensor, tower: Any, medium: str) -> Tensor:
 FRAMES_AT_ONCE = 128  # frames in one pass without gradient
 
 
+def _is_free() -> bool:
+    """Return whether nothing but the result counts: no gradient is taken, and no graph, which has one number of clips, is made."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())
+
+
 class FramesTower(nn.Module):
-    """An image backbone over the frames of a clip, as many as there are, and two layers over time.
+    """An image backbone over the frames of a clip, as many as there are, and `layers` over time, by default two.
 
     What happens is what changes: a frame is mixed with its differences to the frames before and after (CLIP2Video, arXiv
     2106.11097). At initialisation, the pooled output is the mean of the frames' own (CLIP4Clip, arXiv 2104.08860), which are
@@ -365,17 +373,16 @@ class FramesTower(nn.Module):
 
     main_input_name = "pixel_values"
 
-    def __init__(self, backbone: PreTrainedModel, pooling: str, width: int):
+    def __init__(self, backbone: PreTrainedModel, pooling: str, width: int, layers: int = 2):
         super().__init__()
         self.backbone = backbone
         self.pooling = pooling
         self.config = backbone.config
-        self.mix = nn.Linear(3 * width, width)
+        self.mix = nn.Linear(3 * width, width) if layers else None
         # Heads of 64 channels, as far as they divide the width
         # also: feed-forward, dropout, activation, epsilon, batch first, norm first
         shape = (width, math.gcd(width, max(1, width // 64)), 2 * width, 0.0, "gelu", 1e-5, True, True)
-        layers = [nn.TransformerEncoderLayer(*shape) for _ in range(2)]
-        self.layers = nn.Sequential(*layers)
+        self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(*shape) for _ in range(layers)))
         for part in (self.mix, *self.layers.modules()):
             if isinstance(part, nn.Linear) and part.out_features == width:  # what is added to the frames
                 nn.init.zeros_(part.weight)
@@ -385,22 +392,15 @@ class FramesTower(nn.Module):
         """Read clips `[B, T, 3, H, W]`; the hidden states are the backbone's, `[B, C, places, T]`, and a last `[B, C, 1, T]`."""
         clips, steps = pixel_values.shape[:2]
         images = pixel_values.flatten(0, 1)
-        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # then the number of clips is not known
-        is_free = not (torch.is_grad_enabled() or is_traced)
         place: Any = slice(None)
-        if is_free:  # a frame that is shown for longer is read once: of a clip of 2 frames, 2 and not 16
+        if _is_free():  # a frame that is shown for longer is read once: of a clip of 2 frames, 2 and not 16
             is_new = torch.ones(clips, steps, dtype=torch.bool, device=images.device)
             is_new[:, 1:] = (pixel_values[:, 1:] != pixel_values[:, :-1]).flatten(2).any(-1)
             images = images[is_new.flatten()]
             place = is_new.flatten().cumsum(0) - 1
         images = images.contiguous(memory_format=torch.channels_last)
-        if not is_free or output_hidden_states or len(images) <= FRAMES_AT_ONCE:
-            output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
-            pooled = pool_output(output, self.pooling)
-        else:  # 64 clips of 16 frames at once would take 14 GB of a MobileNetV2
-            output = ModelOutput()
-            parts = [self.backbone(part, return_dict=True) for part in images.split(FRAMES_AT_ONCE)]
-            pooled = torch.cat([pool_output(part, self.pooling) for part in parts])
+        output = self.backbone(images, output_hidden_states=output_hidden_states, return_dict=True)
+        pooled = pool_output(output, self.pooling)
         frames = self.look_over_time(pooled[place].unflatten(0, (clips, steps)))
         in_time = frames.transpose(1, 2)[:, :, None]
         states = [each if each.dim() == 4 else each.transpose(1, 2) for each in output.get("hidden_states") or ()]
@@ -410,6 +410,8 @@ class FramesTower(nn.Module):
 
     def look_over_time(self, frames: Tensor) -> Tensor:
         """`[B, T, C]` -> `[B, T, C]`."""
+        if self.mix is None:
+            return frames
         change = frames.diff(dim=1)
         steps = frames.shape[1]
         at = (torch.arange(steps, device=frames.device)[:, None] + 0.5) / steps
@@ -496,7 +498,9 @@ class FusionDualEncoderModel(PreTrainedModel):
             )
         self.vision_model: Any = vision_model if vision_model is not None else vision_tower(config.vision_config)
         if config.medium == "clip" and len(input_shape(self.vision_model)) == 3:
-            self.vision_model = FramesTower(self.vision_model, config.vision_pooling, config.vision_pooled_width)
+            self.vision_model = FramesTower(
+                self.vision_model, config.vision_pooling, config.vision_pooled_width, config.frame_layers
+            )
         has_texts = config.text_config is not None
         self.text_model: Any = _made(config.text_config) if has_texts and text_model is None else text_model
         configs = {name: tower.config for name, tower in self.towers.items()}
@@ -652,6 +656,12 @@ class FusionDualEncoderModel(PreTrainedModel):
         head = self.fusion if with_taps else None
         tower = self.vision_model
         config = self.config
+        if config.medium == "clip" and _is_free():
+            most = max(1, FRAMES_AT_ONCE // pixel_values.shape[1])
+            if len(pixel_values) > most:  # 64 clips of 16 frames at once would take 14 GB of a MobileNetV2
+                parts = [self.vision_features(part, with_taps) for part in pixel_values.split(most)]
+                taps = zip(*(part[1] for part in parts), strict=True)
+                return torch.cat([part[0] for part in parts]), tuple(map(torch.cat, taps))
         name = input_name(tower)
         medium = config.medium
         if medium == "sound" and name == "pixel_values":  # decibels, to about zero mean and unit variance

@@ -127,6 +127,12 @@ def complete(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def cut_texts_at(tokenizer: PreTrainedTokenizerBase, most: int) -> None:
+    """Let a tokenizer cut texts at so many tokens, also where it is saved and a processor of transformers calls it."""
+    tokenizer.model_max_length = most
+    tokenizer.init_kwargs.pop("max_length", None)  # sentence-transformers' files have one, which would go before
+
+
 def set_outputs(tokenizer: PreTrainedTokenizerBase, names: list[str]) -> None:
     """Set what a tokenizer returns, now and where it is saved."""
     tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names

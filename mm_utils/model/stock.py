@@ -11,7 +11,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from mm_utils.model.join import has_bert_pooler, join_backbones, probe
 from mm_utils.model.modeling_fusion_dual_encoder import DUAL_ENCODERS, FusionDualEncoderModel
-from mm_utils.model.pretrained import complete, explained, load_weights, set_outputs
+from mm_utils.model.pretrained import complete, cut_texts_at, explained, load_weights, set_outputs
 
 
 def load_stock(name: str, config: Any, **fields: Any) -> FusionDualEncoderModel:
@@ -81,7 +81,7 @@ def stock_processor(
     tokenizer = processor.tokenizer
     if config.model_type == "siglip":
         tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.model_max_length = (text_padding or {}).get("length", config.text_config.max_position_embeddings)
+        cut_texts_at(tokenizer, (text_padding or {}).get("length", config.text_config.max_position_embeddings))
         set_outputs(tokenizer, ["input_ids"])
     processor_class: Any = PROCESSOR_MAPPING[type(config)]
     return processor_class(processor.image_processor, tokenizer)

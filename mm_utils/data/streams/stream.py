@@ -48,6 +48,7 @@ from mm_utils.data.rows.stored import blamed_on, is_saved, load_splits, open_bui
 from mm_utils.data.streams.order import InterleavedOrder, Slot
 from mm_utils.data.streams.shards import FEATURES, Row, Shard, ShardReader, check_columns, count_shards, expand
 from mm_utils.data.training_data import TrainingData, processor_of
+from mm_utils.model.pretrained import cut_texts_at
 from mm_utils.stored import key_of
 
 logger = logging.getLogger(__name__)
@@ -250,7 +251,7 @@ def open_streamed(
         processor = processor_of(make_processor, stream.captions(), stream.validation, args)
         splits = DatasetDict(validation=stream.validation)
         splits = tokenize_splits(splits, processor.tokenizer, args.max_seq_length, readers=readers)
-    processor.tokenizer.model_max_length = args.max_seq_length  # as `make_data` does
+    cut_texts_at(processor.tokenizer, args.max_seq_length)  # as `make_data` does
     loaders = make_loaders(args, accelerator.device, processor, readers)
     identity = {"data": stream.fingerprint, **loaders.content(None, processor.tokenizer)}
     identity["validation split"] = fingerprint(splits["validation"])

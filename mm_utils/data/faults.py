@@ -43,13 +43,13 @@ REASONS = {
     "table_not_read": "Tables and JSON files of another kind or place are not read here. Give each as a source of its own, with "
     "--image_root for the folder of its images, or write its texts into the table that is read.",
     "archive_not_read": "Archives beside other data are not read. Unpack them, or give tar shards as a source of their own.",
-    "text_not_read": "The captions come from elsewhere. Write these texts into the table that is read, or remove them.",
+    "text_not_read": "Captions, or labels, come from elsewhere. Write these texts into the table that is read, or remove them.",
     # images
     "image_empty": "The image has 0 bytes. Fetch it again.",
     "image_truncated": "The image ends too early. Fetch it again.",
     "image_unreadable": "The image cannot be decoded. Fetch it again, or save it again with an image editor.",
     "image_corrupt": "Part of the image is damaged, although decoders show it. Fetch it again, or save it again.",
-    "image_unknown_format": "The file is in no supported format. Convert it to JPEG or PNG.",
+    "image_unknown_format": "The file is in no format that is read here. Convert it to JPEG or PNG, or install what is named.",
     "no_image": "The file is no image. Fetch the image that the page or pointer stands for (git lfs pull), or give videos as clips.",
     "zero_size": "The image has no width or no height. Fetch it again.",
     "too_many_bytes": "The file is too large. Shrink it, or raise --max_image_bytes of prepare_data.",

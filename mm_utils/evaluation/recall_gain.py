@@ -68,6 +68,17 @@ class Gain:
         row = self.starts[0] if self.starts else {}
         return row.get("eval_rerank_mean_recall", row.get(self.metric))
 
+    def _over(self, other: float) -> str:
+        """Return the gain over a figure, with its interval."""
+        gain = self.after - other
+        if self.interval:
+            low, high = self.interval
+            return f"{gain:+.3f} ({low - other:+.3f} to {high - other:+.3f})"
+        if self.difference and other == self.before:
+            gain, half = self.difference
+            return f"{gain:+.3f} ± {half:.3f}"
+        return f"{gain:+.3f} ± {self.half:.3f}"
+
     @property
     def sentence(self) -> str:
         """What was gained, for logs and the card."""
@@ -80,7 +91,7 @@ class Gain:
             learnt = f"{figure} {after} ± {self.half:.3f}, {floor}: by this figure, nothing was learnt."
             return f"{learnt} {self.advice}".rstrip()
         if self.before is None:
-            found = f"{figure} {after}, {floor}: {self.after - self.floor:+.3f} ± {self.half:.3f}."
+            found = f"{figure} {after}, {floor}: {self._over(self.floor)}."
             if self.start_name:
                 found += f" What it was {self.start_name} was not measured (--eval_steps 0), and may be most of that."
             return found
@@ -91,7 +102,7 @@ class Gain:
         if self.start_name == CLOSED_FORM:
             begin = f"{begin} ({floor})"
         gain, half = self.difference or (self.after - self.before, self.half)
-        ends = f"{begin}, {after} after: {gain:+.3f} ± {half:.3f}"
+        ends = f"{begin}, {after} after: {self._over(self.before)}"
         if self.saved_step == 0:
             ends += ", by the closed form alone, as no step was better"
         if gain > half:

@@ -47,6 +47,12 @@ def stored_weights(model: FusionDualEncoderModel) -> dict[str, float]:
     return {"match": 1.0} if fitted is None else {name: weight for name, weight in fitted.items() if weight}
 
 
+_SAYS = {  # what a score of the head is, for people
+    "match": "match (that both belong together)",
+    "caption": "caption (how much more probable the image makes the text)",
+}
+
+
 def describe_weights(model: FusionDualEncoderModel) -> str:
     """Return a sentence on re-ranking, for logs and the card; "" if nothing was fitted."""
     weights = stored_weights(model)
@@ -56,7 +62,7 @@ def describe_weights(model: FusionDualEncoderModel) -> str:
         return "Re-ranking is off: no fusion head was trained."
     if not weights:
         return "Re-ranking is off: the fusion head did not help beyond noise on the validation split."
-    added = " + ".join(f"{weight:g} x {name}" for name, weight in weights.items())
+    added = " + ".join(f"{weight:g} x {_SAYS[name]}" for name, weight in weights.items())
     return (
         f"Re-ranking orders by scaled cosine + {added}; the weights were fitted on the validation split, each half of whose "
         "images is ranked here with those of the other half."

@@ -133,6 +133,9 @@ def in_turn(*evaluators: Evaluate) -> Evaluate:
                     raise ValueError(
                         f"{own_name(evaluate)} returns {name} = {value!r}; a metric is a number. Return one."
                     ) from error
+            if figures and not own_name(evaluate).startswith("mm_utils."):
+                shown = ", ".join(f"{name} {found[name]:.4g}" for name in figures)
+                logger.info("%s: %s", own_name(evaluate), shown)
         return found
 
     return measure

@@ -138,10 +138,11 @@ from pathlib import Path
 
 from transformers import AutoModelForSequenceClassification
 
-model = AutoModelForSequenceClassification.from_pretrained({quoted(name)}, trust_remote_code=True)
+folder = {quoted(name)}  # where this card lies, or a name of the Hub
+model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
 
 # Take your own {media}{", and a text for each" if texts else ""}.
-{media} = sorted(Path("{media}").glob("{files}"))
+{media} = sorted(Path("my_{media}").glob("{files}"))
 for share in model.predict({media}{texts}):
     print(f"{{share.max():.3f}}  {{model.config.id2label[share.argmax().item()]}}")"""
 

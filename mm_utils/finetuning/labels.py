@@ -192,7 +192,7 @@ def _classes(known: Sequence[str], labels: list[str], title: str) -> list[str]:
         )
     if len(known) < 2:
         raise ValueError(
-            f"{title}; its labels are {known[0]!r} alone, and a task has 2 classes. Add others, or set --label_column."
+            f"{title}; its labels are {known[0]!r} alone, and a task needs two or more. Add others, or set --label_column."
         )
     warn_of_alike(known, title)
     return list(known)

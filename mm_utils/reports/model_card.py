@@ -15,7 +15,7 @@ from mm_utils.data.media import COLUMNS
 from mm_utils.files import optional_file
 from mm_utils.text import markdown_table, markdown_text, printable, publishable, redact, without_secrets
 
-EXAMPLES = {  # of code: the folder of a person's files, and which files
+EXAMPLES = {  # of code: what a person's files are called, and which files
     "image": ("pictures", "*.jpg"),
     "clip": ("clips", "*.mp4"),  # pip install av
     "sound": ("sounds", "*.wav"),
@@ -161,7 +161,7 @@ def search_code(name: str, medium: str, has_fusion: bool, dual_encoder: str, tex
         dual_encoder: the class in the folder `dual_encoder/`, "" without one.
         text: what is searched for.
     """
-    stock = f", {dual_encoder}" if dual_encoder else ""
+    stock = f", AutoProcessor, {dual_encoder}" if dual_encoder else ""
     media, files = EXAMPLES[medium]
     code = f"""\
 from pathlib import Path
@@ -172,7 +172,7 @@ folder = {quoted(name)}  # where this card lies, or a name of the Hub
 model = AutoModel.from_pretrained(folder, trust_remote_code=True)  # its code comes with it
 
 # Embed your own {media} and a text: vectors of length 1.
-{media} = sorted(Path("{media}").glob("{files}"))
+{media} = sorted(Path("my_{media}").glob("{files}"))
 {medium}_embeds, text_embeds = model.encode({medium}s={media}, texts=[{quoted(text)}])
 
 # Search: the cosine of the text with every {media[:-1]}, the best first.
@@ -187,8 +187,11 @@ print("re-ranked:", [{media}[place].name for place, score in model.rerank({quote
     if dual_encoder:
         code += f"""
 
-# The two encoders alone, with the class that transformers ships.
-dual_encoder = {dual_encoder}.from_pretrained(folder, subfolder="dual_encoder")"""
+# The two encoders alone, with the class that transformers ships. Texts are cut where training did.
+dual_encoder = {dual_encoder}.from_pretrained(folder, subfolder="dual_encoder")
+processor = AutoProcessor.from_pretrained(folder, subfolder="dual_encoder")
+tokens = processor(text=[{quoted(text)}], padding="max_length", truncation=True, return_tensors="pt")
+text_features = dual_encoder.get_text_features(**tokens)"""
     return code
 
 

@@ -150,7 +150,7 @@ def start_blocks(images: int, data: TrainingData, model: FusionDualEncoderModel,
         f"{len(features.image_MA):,}",
         found.shrinkage,
         time.monotonic() - begin,
-        found.judged,
+        found.judged.replace("image", data.medium),
     )
     if found.pair_weight:
         widen(model, found.image_AE.shape[1])
@@ -210,7 +210,7 @@ def start_projections(
         found.shrinkage,
         found.name_weight,
         time.monotonic() - begin,
-        found.judged,
+        found.judged.replace("image", data.medium),
     )
 
 

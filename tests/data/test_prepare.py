@@ -311,7 +311,7 @@ def test_the_report_shows_its_figures_and_says_what_matters_first(tmp_path: Path
         "10.9% of the rows of one were set aside",
         "35 images share one caption, which tells none from the others: another",
         "One image occurs 33 times",
-        "The split train has 30 images, which is a beginning: 300 and more are better.",
+        "The split train has 30 images, too few to learn from (50 are a beginning): 300 and more are better.",
         "The test split has 5 images; recall on fewer than 30 says little. Add pairs, or set --test_fraction.",
         "There is no validation split, and training will hold out 6 images of train; the rows are in 9 groups of equal",
         "| train | 30 | 60 | 0.0 MiB |",

@@ -353,7 +353,7 @@ def test_mistakes_name_the_source_the_row_and_the_remedy(tmp_path: Path) -> None
     prepared = files(tmp_path / "prepared", {"report.json": b'{"format": "tandem-pairs"}', "dataset_dict.json": b"{}"})
     hidden = save(tmp_path / "hidden", [-1, 0, -1], ClassLabel(names=["a", "b"]))
     cases += [
-        (task_of, {"train_file": one_class}, "its labels are '1' alone, and a task has 2 classes"),
+        (task_of, {"train_file": one_class}, "its labels are '1' alone, and a task needs two or more"),
         (task_of, {"train_file": one_class, "test_file": other}, "only some of train, test hold texts"),
         (task_of, {"medium": "clip", "dataset_name": sounds}, "media; it holds sounds, and the model is for clips"),
         (labelled_of, {"dataset_name": prepared}, "it is prepared, and has captions and no labels"),

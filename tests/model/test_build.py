@@ -34,6 +34,7 @@ from transformers import (
     TimmWrapperConfig,
     TimmWrapperModel,
     VideoMAEImageProcessor,
+    VisionTextDualEncoderProcessor,
     ViTConfig,
     ViTImageProcessor,
     ViTModel,
@@ -51,7 +52,7 @@ from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, fit_positions, load_model, open_model
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import FramesTower, FusionDualEncoderModel, vision_tower
-from mm_utils.model.pretrained import load_tower
+from mm_utils.model.pretrained import cut_texts_at, load_tower
 from mm_utils.model.processor import (
     SPECIAL_TOKENS,
     cached_tokenizer,
@@ -582,6 +583,16 @@ def test_sound_towers_have_their_own_extractor_and_are_taken_from_whole_models(k
     for name, value in part.state_dict().items():
         if name in found:
             torch.testing.assert_close(found[name], value)
+
+
+def test_a_saved_tokenizer_cuts_where_training_did(tmp_path: Path) -> None:
+    """Files of sentence-transformers have a max_length, which goes before model_max_length in processors of transformers."""
+    tokenizer = train_tokenizer(["one two three"], 50)
+    tokenizer.init_kwargs["max_length"] = 128
+    cut_texts_at(tokenizer, 8)
+    VisionTextDualEncoderProcessor(CLIPImageProcessor(), tokenizer).save_pretrained(tmp_path)
+    found = VisionTextDualEncoderProcessor.from_pretrained(tmp_path)
+    assert [len(ids) for ids in found(text=["one " * 300], padding=True, truncation=True)["input_ids"]] == [8]
 
 
 def test_a_frame_that_is_shown_for_longer_is_read_once() -> None:

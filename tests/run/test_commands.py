@@ -158,9 +158,9 @@ def test_the_code_of_the_card_names_no_folder_of_the_machine_and_runs_with_its_p
     assert "| `vision_config` | `tiny` |" in card
     assert f"texts=[{quoted(parsed(next_commands(trained)[-1])[1][-1])}]" in search
     search = search.replace('folder = "out/my model"', f'folder = "{trained.folder.resolve()}"')
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "my_pictures").mkdir()
     for colour in ("red", "green", "blue"):
-        Image.new("RGB", (60, 60), colour).save(tmp_path / f"pictures/{colour}.jpg")
+        Image.new("RGB", (60, 60), colour).save(tmp_path / f"my_pictures/{colour}.jpg")
     elsewhere = """
 import sys
 
@@ -182,7 +182,7 @@ sys.meta_path.insert(0, NoProject())
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^-?\d\.\d{3}  pictures/(?:red|green|blue)\.jpg$", done.stdout, re.MULTILINE)
+    assert re.findall(r"^-?\d\.\d{3}  my_pictures/(?:red|green|blue)\.jpg$", done.stdout, re.MULTILINE)
     assert re.search(r"^re-ranked: \[('\w+\.jpg'(, )?){3}\]$", done.stdout, re.MULTILINE)
 
 

@@ -46,13 +46,13 @@ def test_a_task_of_sounds_is_measured_and_its_card_has_code_for_it(
 ) -> None:
     """Is the sound as the question says?"""
     folder = tmp_path / "out"
-    sounds = tmp_path / "sounds"
+    sounds = tmp_path / "my_sounds"
     rows = []
     sounds.mkdir()
     for name, hertz in PITCHES.items():
         for number in range(4):
             (sounds / f"{name}{number}.wav").write_bytes(tone(hertz + 20 * number, each=0.4))
-            row = {"audio": f"sounds/{name}{number}.wav", "split": "validation" if number == 3 else "train"}
+            row = {"audio": f"my_sounds/{name}{number}.wav", "split": "validation" if number == 3 else "train"}
             rows += [
                 {**row, "question": f"is it {asked}?", "answer": "yes" if asked == name else "no"} for asked in PITCHES
             ]

@@ -38,8 +38,10 @@ _BESIDE = ("regions", "moments", NEGATIVES)  # columns that a set may have
 _SHARED = 3
 _SHOWN_PAIRS = 24
 _EXAMPLES = 3  # of a reason
+_TITLE = 25  # letters below a picture of the contact sheet
 _FEW_GROUPS = 10  # of which a tenth is none
-_FEW_TRAINING = 300  # the README's "Start with 300"
+_FEW_TRAINING = 300
+_TOO_FEW_TRAINING = 50  # README: "50 pairs are enough to begin"
 _FEW_NEIGHBOURS = 5  # rows outside train that are like one of train by chance
 _MANY_NEIGHBOURS = 0.1  # share of them that is worth a word
 _MOST = LoaderArguments.max_seq_length  # two of them are special tokens
@@ -298,9 +300,10 @@ def _splits_first(summary: Summary) -> list[str]:
             "the column that says which film it is, by group_column=."
         )
     if (images := splits.get("train", {"images": 0})["images"]) < _FEW_TRAINING:
-        found.append(
-            f"The split train has {_plural(images, kind)}, which is a beginning: {_FEW_TRAINING} and more are better."
-        )
+        what = "which is a beginning"
+        if images < _TOO_FEW_TRAINING:
+            what = f"too few to learn from ({_TOO_FEW_TRAINING} are a beginning)"
+        found.append(f"The split train has {_plural(images, kind)}, {what}: {_FEW_TRAINING} and more are better.")
     if "validation" not in splits:
         held = f"training will hold out {_plural(count_held_out(images), kind)} of train"
         found.append(f"There is no validation split, and {held}; {_missing_split('validation', summary)}.")
@@ -378,9 +381,7 @@ def draw_contact_sheet(tiles: Sequence[tuple[Image.Image, str, str]], out_path: 
         field = ImageOps.pad(image.convert("RGB"), (180, 180), color="#f8fafc")
         ax.imshow(np.asarray(field), extent=(0, side, 0, side))
         ax.set(xlim=(0, side), ylim=(-below, side))
-        if len(title) > 28:  # one line, with its end
-            title = f"{title[:9]}…{title[-18:]}"
-        draw_text(ax, 0, -0.05, wrap(title, 28, 1), va="top", fontsize=6.5, color=MUTED, clip_on=True)
+        draw_text(ax, 0, -0.05, wrap(title, _TITLE, 1), va="top", fontsize=6.5, color=MUTED, clip_on=True)
         draw_text(ax, 0, -0.19, wrap(text, 24, 5), va="top", fontsize=7.5, clip_on=True)
     # 24 photographs take 200 kB, and as a PNG five times that.
     save_figure(figure, out_path, pil_kwargs={"quality": 75, "optimize": True})
@@ -389,7 +390,11 @@ def draw_contact_sheet(tiles: Sequence[tuple[Image.Image, str, str]], out_path: 
 def _tile(split: Dataset, row: int, name: str) -> tuple[Image.Image, str, str]:
     """Return a row's picture, its split and id, and its first caption."""
     pair = split.with_format(None)[row]
-    return picture(pair["image"], kind_of(split.features)), f"{name}: {pair['id']}", pair["captions"][0]
+    shown = pair["id"]
+    most = _TITLE - len(f"{name}: ")
+    if len(shown) > most:  # its end tells it apart
+        shown = f"…{shown[1 - most :]}"
+    return picture(pair["image"], kind_of(split.features)), f"{name}: {shown}", pair["captions"][0]
 
 
 def write_data_card(folder: Path, name: str, pairs: DatasetDict, summary: Summary) -> None:

@@ -143,7 +143,7 @@ class TrainingState:
         if changed:
             raise ValueError(
                 f"--resume_from_checkpoint is {path}; since it was written, {changed}, so it would not be the same "
-                "run. Give what it had, or start a new run with --model_name_or_path."
+                "run. Give what it had (where that is None, leave the flag out), or start a new run with --model_name_or_path."
             )
         self.load_weights(path)
         if self._has_deepspeed:
@@ -206,7 +206,10 @@ def write_model(
             stock.save_pretrained(folder / _DUAL_ENCODER)
             processor.save_pretrained(folder / _DUAL_ENCODER)
         except ValueError as error:
-            logger.info("No class of transformers holds this model, so there is no dual_encoder/ folder: %s.", error)
+            logger.info(
+                "No class of transformers holds this model, so there is no dual_encoder/ folder, and AutoModel opens the run's own: %s.",
+                error,
+            )
         except RunError:  # it has diverged
             for file in folder.glob("*.safetensors*"):
                 file.unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import ProcessorMixin
 
@@ -50,6 +50,7 @@ def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: Proc
             "another layout."
         )
     size, mean, std = image_geometry(processor)
+    most = min(model.most_tokens(processor.tokenizer), text.max_position_embeddings)  # type: ignore[attr-defined]
     eos = text.eos_token_id
     # 2 stands in old configurations for the token of the highest number
     by_highest = eos in (2, text.vocab_size - 1)
@@ -65,7 +66,7 @@ def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: Proc
             "patch_size": vision.patch_size,
         },
         "text_cfg": {
-            "context_length": text.max_position_embeddings,
+            "context_length": most,
             "vocab_size": text.vocab_size,
             "width": text.hidden_size,
             "heads": text.num_attention_heads,
@@ -89,5 +90,7 @@ def write_open_clip(folder: Path, model: FusionDualEncoderModel, processor: Proc
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)
         weights[name] = (value.T if name in _TRANSPOSED else value).contiguous()
-    save_file(weights, folder / "open_clip_model.safetensors")
+    weights["positional_embedding"] = weights["positional_embedding"][:most].contiguous()
+    # not `save_file`, whose file its owner alone may read
+    (folder / "open_clip_model.safetensors").write_bytes(save(weights))
     processor.tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]

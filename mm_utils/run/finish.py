@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ SOURCES = ("dataset_name", "train_file")
 _LOOKED_AT = 50  # images of which one has the text that is searched for in the next commands
 _QUERIES = 6  # of the picture of examples
 _HITS = 5
+_FEWEST_WORDS = 3
 _WORDS = 12  # of a caption that stands for a text to search for
 
 
@@ -408,7 +410,8 @@ def example_text(data: TrainingData, evaluator: RetrievalEvaluator) -> str:
         for text, rank in zip(rows[row]["captions"], ranks, strict=False):
             texts.append(text)
             found += [text] if rank == 1 else []
-    shortest = min(found or texts, key=len)
+    shortest = min(found or texts, key=lambda text: (len(text.split()) < _FEWEST_WORDS, len(text)))
+    shortest = re.split(r"(?<=[.!?])\s", shortest)[0]  # whole sentences are read by people
     return printable(" ".join(shortest.split()[:_WORDS])).lstrip("-")  # a hyphen would make a flag of it
 
 

@@ -179,8 +179,8 @@ class Searcher:
             has_day = pc.not_equal(days, "").to_numpy()
             if not has_day.any():
                 raise ValueError(
-                    f"--since and --until ask for days; no {self.info.medium} of the index has one. Photographs have it in their "
-                    "EXIF, which prepared sets do not keep: embed the files by --images."
+                    f"--since and --until ask for days; no {self.info.medium} of the index has one. A camera writes it into a "
+                    "photograph's EXIF, which --images reads and prepared sets do not keep. Leave both out."
                 )
             new.undated = int((fits & ~has_day).sum())
             # ISO dates compare as texts: '2024-05-01' >= '2024-05', and '2024-05-31'[:7] <= '2024-05'

@@ -23,9 +23,11 @@ from mm_utils.distributed import RunError
 from mm_utils.export import folder as export_folder
 from mm_utils.export.folder import IMMICH_NAMES, ends_in_pad, immich_width
 from mm_utils.export.graphs import PaddedTextTower
+from mm_utils.export.open_clip import write_open_clip
 from mm_utils.model.arguments import ModelArguments
 from mm_utils.model.build import build_model, load_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.pretrained import cut_texts_at
 from mm_utils.model.processor import load_processor, load_processor_of
 from scripts import export
 from tests.kit.fault_images import TEXTS as AWKWARD
@@ -298,6 +300,16 @@ def test_export_writes_what_open_clip_reads(tmp_path: Path) -> None:
     torch.testing.assert_close(scale * image @ text.T, stock_logits(start), rtol=0, atol=1e-5)
     config = json.loads((out / "open_clip_config.json").read_text())
     assert config["preprocess_cfg"]["resize_mode"] == "shortest"
+    assert (out / "open_clip_model.safetensors").stat().st_mode == (out / "open_clip_config.json").stat().st_mode
+    short = tmp_path / "short"
+    short.mkdir()
+    processor = load_processor_of(start)
+    cut_texts_at(processor.tokenizer, 16)
+    write_open_clip(short, load_model(start, fusion_layers=0), processor)
+    ids = processor.tokenizer(["a red circle " * 9], truncation=True, return_tensors="pt")["input_ids"]
+    cut = open_clip.create_model_from_pretrained(f"local-dir:{short}", return_transform=False).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(cut.encode_text(ids), theirs.encode_text(F.pad(ids, (0, 77 - 16))))
     siglip = ["--model_name_or_path", write_stock(tmp_path / "siglip", "siglip"), "--output_dir", str(tmp_path / "no")]
     with pytest.raises(ValueError, match="it is written of a CLIP, and this is a siglip_vision_model"):
         export.main([*siglip, "--layout", "open_clip"])

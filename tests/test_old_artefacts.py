@@ -28,7 +28,8 @@ OLD = sorted((Path(__file__).parent / "kit/old").glob("*.tar.xz"))
 def old(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("old")
     with tarfile.open(request.param) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # of Python 3.11.4 and later
+        archive.extractall(folder)
     return folder
 
 

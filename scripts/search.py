@@ -108,7 +108,7 @@ def table_of_copies(groups: list[list[dict[str, Any]]]) -> list[str]:
         lines += [printable(each["path"] or each["id"]) for each in group]
         lines.append("")
     return (
-        [*lines, f"{len(groups):,} pictures occur more than once, in {sum(map(len, groups)):,} files"]
+        [*lines, f"Pictures that occur more than once: {len(groups):,}, in {sum(map(len, groups)):,} files"]
         if groups
         else ["No picture occurs twice; a copy that was cropped or shifted may be missed"]
     )

@@ -191,7 +191,7 @@ print("re-ranked:", [{media}[place].name for place, score in model.rerank({quote
 dual_encoder = {dual_encoder}.from_pretrained(folder, subfolder="dual_encoder")
 processor = AutoProcessor.from_pretrained(folder, subfolder="dual_encoder")
 tokens = processor(text=[{quoted(text)}], padding="max_length", truncation=True, return_tensors="pt")
-text_features = dual_encoder.get_text_features(**tokens)"""
+text_features = dual_encoder.get_text_features(**tokens)  # of any length; transformers 5 has them as .pooler_output"""
     return code
 
 

@@ -136,6 +136,8 @@ def retrieval_card(trained: Trained, report: Report, argv: Sequence[str] | None)
     about = f"{describe_towers(trained, model)}, trained with {losses}{head}: {describe_sizes(trained, model)}."
     if report.gain.saved_step == 0:
         about += f" No step was better: {report.gain.start} is saved as it was."
+    if report.gain.start_name == CLOSED_FORM:
+        about += " Its projections were computed from the pairs in closed form, before the first step."
     if not any(run.settings.get(name) for name in SOURCES):
         about += " It has seen drawn scenes alone, and knows nothing of photographs."
     dual_encoder = AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else ""

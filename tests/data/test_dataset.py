@@ -329,7 +329,7 @@ CUT = "a picture " * 20
 UNKNOWN = r"^Texts: \d+% of the tokens are unknown .* --text_model_name_or_path"
 UNREAD = {
     "whole": (["a picture", "picture one"], []),
-    "one of two is cut": ([CUT, "a picture"], [r"^Of texts, the model reads 16 tokens. 1 of 2 are longer; the longest has 42, .* --max_seq_length"]),
+    "one of two is cut": ([CUT, "a picture"], [r"^Of texts, the model reads 16 tokens. Longer are 1 of 2; the longest has 42, .* --max_seq_length"]),
     "a query is cut": ([CUT], ["^Of texts, the model reads 16 tokens. It has 42, and the rest is cut"]),
     "unknown words": (["a 狗", "a picture"], [UNKNOWN]),
     "few unknown words": (["a 狗", *["a picture one"] * 9], []),

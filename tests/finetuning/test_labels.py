@@ -225,7 +225,7 @@ def test_names_that_the_tokenizer_does_not_know_are_named(caplog: pytest.LogCapt
     ZeroShotEvaluator(images, own, 32, ZeroShotArguments())
     assert "1 of 2 classes have words that the tokenizer does not know, and are not found by them: жзж" in caplog.text
     ZeroShotEvaluator(images, own, 8, ZeroShotArguments(templates=[f"{'a cat ' * 9}{{}}", "жзж жзж жзж {}"]))
-    assert "Of the texts of the classes, the model reads 8 tokens. 2 of 4 are longer" in caplog.text
+    assert "Of the texts of the classes, the model reads 8 tokens. Longer are 2 of 4" in caplog.text
     assert "of the tokens are unknown to the tokenizer" in caplog.text
 
 

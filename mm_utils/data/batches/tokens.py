@@ -156,7 +156,7 @@ def unread(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int, 
     if longer := sum(length > most for length in lengths):
         which = "It"
         if len(texts) > 1:
-            which = f"{longer:,} of {len(texts):,} are longer; the longest"
+            which = f"Longer are {longer:,} of {len(texts):,}; the longest"
         said.append(
             f"Of {what[0].lower()}{what[1:]}, the model reads {most} tokens. {which} has {max(lengths):,}, and the rest is cut. Training sets the number by "
             "--max_seq_length."

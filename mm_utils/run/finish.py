@@ -47,6 +47,7 @@ from mm_utils.run.start import Run
 from mm_utils.text import markdown_text, printable, sentence_case
 from mm_utils.training.arguments import METRICS_FILE
 from mm_utils.training.stages import Stage
+from mm_utils.training.starts import has_sample
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def _report(trained: Trained, evaluator: RetrievalEvaluator, is_paired: bool) ->
     run = trained.run
     medium = trained.data.medium
     bases = _bases(trained)
-    start_name = CLOSED_FORM if all(bases) else ""
+    start_name = CLOSED_FORM if all(bases) and has_sample(trained.data) else ""
     if (whole := run.settings["model_name_or_path"]) and bases == [whole, whole]:
         start_name = BEFORE
     log = run.output_dir / METRICS_FILE
@@ -138,7 +139,7 @@ def retrieval_card(trained: Trained, report: Report, argv: Sequence[str] | None)
         about += f" No step was better: {report.gain.start} is saved as it was."
     if report.gain.start_name == CLOSED_FORM:
         about += " Its projections were computed from the pairs in closed form, before the first step."
-    if not any(run.settings.get(name) for name in SOURCES):
+    if not any([*_bases(trained), *(run.settings.get(name) for name in SOURCES)]):
         about += " It has seen drawn scenes alone, and knows nothing of photographs."
     dual_encoder = AutoConfig.from_pretrained(stock).architectures[0] if stock.is_dir() else ""
     return run_card(

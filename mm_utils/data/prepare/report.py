@@ -174,7 +174,7 @@ def compare(pairs: DatasetDict, earlier: pa.Table) -> dict[str, int]:
 def describe(summary: Summary, folder: str) -> str:
     """Describe the findings in a few lines, with the next command."""
     splits = ", ".join(f"{name} {part['images']:,}" for name, part in summary["splits"].items())
-    beside = [column for column in _BESIDE if any(part.get(column) for part in summary["splits"].values())]
+    beside = [column for column in _BESIDE if _total(summary, column)]
     counted = ", ".join(f"{_total(summary, column):,} {column}" for column in ("captions", *beside))
     lines = [f"{summary['medium'].capitalize()}s: {splits}; {counted}"]
     if before := summary.get("overwritten"):
@@ -213,13 +213,7 @@ def write_report(folder: Path, pairs: DatasetDict, summary: Summary) -> None:
     ]
     tables = {
         "What it holds": [
-            {
-                "split": name,
-                f"{kind}s": part["images"],
-                **{column: part[column] for column in ("captions", *_BESIDE) if column in part},
-                "size": byte_size(part["bytes"]),
-            }
-            for name, part in summary["splits"].items()
+            _row_of_split(name, part, kind) for name, part in summary["splits"].items()
         ],
         "Sources": summary["sources"],
         "Set aside": [
@@ -247,6 +241,12 @@ def write_report(folder: Path, pairs: DatasetDict, summary: Summary) -> None:
         *(part for title, rows in tables.items() if rows for part in (f"## {title}", _table(rows))),
     ]
     (folder / "report.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+
+
+def _row_of_split(name: str, part: Summary, kind: str) -> Summary:
+    """Return what a split holds, as a row of the report."""
+    counts = {column: part[column] for column in ("captions", *_BESIDE) if column in part}
+    return {"split": name, f"{kind}s": part["images"], **counts, "size": byte_size(part["bytes"])}
 
 
 def _total(summary: Summary, name: str) -> int:

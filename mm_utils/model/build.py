@@ -33,9 +33,9 @@ from mm_utils.model.modeling_fusion_dual_encoder import (
     text_positions,
     vision_tower,
 )
+from mm_utils.model.packing import use_packed_attention
 from mm_utils.model.pretrained import check_words, explained, load_config, load_tower, load_weights
 from mm_utils.model.processor import load_processor_of
-from mm_utils.model.short_attention import use_short_attention
 from mm_utils.model.stock import load_stock
 from mm_utils.places import missing
 
@@ -102,7 +102,7 @@ def make_trainable(model: Any, args: TowerArguments) -> None:
     use_channels_last(model.vision_model)
     multiply_patches(model.vision_model)
     use_known_padding()
-    use_short_attention()
+    use_packed_attention()
     if args.gradient_checkpointing:
         # transformers 6 has the first name only, early releases of 5 the second only
         renamed = getattr(model, "activation_checkpointing_enable", None)

@@ -9,13 +9,11 @@ the batch stays as it was drawn, and its captions, sorted by length, are embedde
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,6 +21,7 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.packing import end_to_end, length_groups, packs
 
 
 def vision_features(
@@ -48,36 +47,40 @@ def stored_text(
     return model.project_text(pooled, states)
 
 
-PASS_TOKENS = {"cpu": 32, "cuda": 8192}
-"""Cost of one more pass through a tower, in tokens: the time to start its kernels, or until they fill the device (H100)."""
-
 _has_padding: ContextVar[bool | None] = ContextVar("has_padding", default=None)
 
 
-def length_groups(lengths: Sequence[int], device_type: str) -> list[range]:
-    """Cut rows into groups, padded to their longest, at least cost in tokens and passes.
+def passes_of_texts(
+    model: FusionDualEncoderModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int],
+    with_taps: bool = True,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield rows of n texts `[n, L]` and what `model.text_features` returns of them, padded to their longest.
 
-    Rows come longest caption first; unsorted rows stay in one group. There is at least one group, possibly empty.
+    It is one pass, with the texts end to end, or a pass for each group of about one length.
     """
-    if not lengths or any(longer < shorter for longer, shorter in pairwise(lengths)):
-        return [range(len(lengths))]
-    values, first = np.unique(-np.asarray(lengths), return_index=True)
-    starts = np.append(first, len(lengths))  # of 9, 9, 5, 4: values -9, -5, -4 and starts 0, 2, 3, 4
-    # cheapest[k]: of all rows from the k-th distinct length on; end[k]: where their first group ends
-    cheapest = np.zeros(len(starts))
-    end = np.zeros(len(values), dtype=int)
-    # From the shortest captions on: the best cut behind k is the cheapest first group and the best cuts of the rest
-    for k in range(len(values) - 1, -1, -1):
-        # the longest times the rows, for every end that the group may have, and the best of the rest
-        costs = -values[k] * (starts[k + 1 :] - starts[k]) + cheapest[k + 1 :]
-        end[k] = k + 1 + costs.argmin()
-        cheapest[k] = costs.min() + PASS_TOKENS.get(device_type, PASS_TOKENS["cuda"])
-    groups = []
-    k = 0
-    while k < len(values):
-        groups.append(range(int(starts[k]), int(starts[end[k]])))
-        k = end[k]
-    return groups
+    device = input_ids.device
+    is_packed = packs(model, device.type) and min(lengths) < max(lengths)
+    for group in [range(len(lengths))] if is_packed else length_groups(lengths, device.type):
+        rows = slice(group.start, group.stop)
+        longest = max(lengths[rows])
+        # A copy: compiled towers have one graph for contiguous tokens, and would need another for a slice.
+        tokens = input_ids[rows, :longest].contiguous()
+        mask = attention_mask[rows, :longest].contiguous()
+        whole = end_to_end(model.text_model, lengths, device) if is_packed else nullcontext()
+        with whole, knows_padding(min(lengths[rows]) < longest):
+            features = model.text_features(tokens, mask, with_taps)
+        yield rows, *features
+
+
+def tokens_computed(model: FusionDualEncoderModel, lengths: Sequence[int], device_type: str) -> int:
+    """Return how many tokens the passes of `passes_of_texts` compute."""
+    if packs(model, device_type):
+        return sum(lengths)
+    groups = [lengths[group.start : group.stop] for group in length_groups(lengths, device_type)]
+    return sum(len(group) * max(group, default=0) for group in groups)
 
 
 def encode_in_groups(
@@ -87,23 +90,16 @@ def encode_in_groups(
     lengths: Sequence[int] | None,
     with_states: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `model.encode_text` does of n texts `[n, L]`, in groups if their numbers of tokens are given."""
+    """Return what `model.encode_text` does of n texts `[n, L]`; little padding is computed if their numbers of tokens are given."""
     if not lengths:
         return model.encode_text(input_ids, attention_mask, with_states)
     pooled = []
     states = []
-    for group in length_groups(lengths, input_ids.device.type):
-        rows = slice(group.start, group.stop)
-        longest = max(lengths[group.start : group.stop])
-        # A copy: compiled towers have one graph for contiguous tokens, and would need another for a slice.
-        tokens = input_ids[rows, :longest].contiguous()
-        mask = attention_mask[rows, :longest].contiguous()
-        with knows_padding(min(lengths[group.start : group.stop]) < longest):
-            of_rows, of_tokens = model.text_features(tokens, mask, with_states)
+    for _, of_rows, of_tokens in passes_of_texts(model, input_ids, attention_mask, lengths, with_states):
         pooled.append(of_rows)
         if with_states:
             of_tokens = of_tokens if model.fusion is None else model.fusion.encode_text(of_tokens)
-            states.append(F.pad(of_tokens, (0, 0, 0, input_ids.shape[1] - longest)))
+            states.append(F.pad(of_tokens, (0, 0, 0, input_ids.shape[1] - of_tokens.shape[1])))
     embeds, no_states = model.project_text(torch.cat(pooled))  # of all rows, whose dropout is drawn by row
     return embeds, torch.cat(states) if with_states else no_states
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 try:
@@ -20,12 +19,6 @@ except ImportError:  # a machine without a GPU
     triton = None
 
 MOST_TOKENS = 64
-
-
-def use_short_attention() -> None:
-    """Let the towers of transformers use it wherever it suits."""
-    if triton is not None:
-        AttentionInterface.register("sdpa", attention)
 
 
 def attention(
@@ -48,7 +41,8 @@ def attention(
 def suits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, named: dict[str, Any]) -> bool:
     """Return whether these are few tokens in half precision on a GPU, with a mask of booleans for all heads or none, and no dropout."""
     return (
-        query.is_cuda
+        triton is not None
+        and query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
         and query.shape == key.shape == value.shape

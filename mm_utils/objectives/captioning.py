@@ -13,8 +13,9 @@ from mm_utils import distributed
 from mm_utils.data.batches.tokens import occurring_tokens
 from mm_utils.model.fusion import KeysValues, rows_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.packing import to_device
 from mm_utils.objectives.losses import GlobalBatch
-from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowSums, TermOnRows, to_device
+from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowSums, TermOnRows
 
 logger = logging.getLogger(__name__)
 

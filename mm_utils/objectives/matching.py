@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mm_utils import distributed
-from mm_utils.model.encoding import knows_padding, length_groups
+from mm_utils.model.encoding import knows_padding
 from mm_utils.model.fusion import rows_of
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.packing import length_groups, to_device
 from mm_utils.model.row_noise import gumbel_noise, pair_keys
 from mm_utils.objectives.losses import GlobalBatch, full_precision, same_pair, slices, tile_rows
 from mm_utils.objectives.negatives import Negatives
-from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowSums, TermOnRows, to_device
+from mm_utils.objectives.terms import Batch, Encoded, RowPlan, RowSums, TermOnRows
 
 
 class Pairs(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_utils import distributed
-from mm_utils.model.encoding import encode_in_groups, stored_text, vision_features
+from mm_utils.model.encoding import encode_in_groups, stored_text, tokens_computed, vision_features
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection, is_trained
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
 from mm_utils.objectives.losses import call_roll, gather_batch
@@ -169,9 +169,11 @@ class JointObjective(Objective):
 
     def plan(self, encoded: Encoded, batch: Batch, step: int) -> Plan:
         """Take the gradient of all embedding terms at the embeddings; let the row terms plan."""
-        lengths = batch.get("lengths", [])
-        width = 0 if self.groups_texts else batch["input_ids"].shape[1]
-        self.workload.end(batch["ids"].device, [] if "text_pooled" in batch else lengths, width)
+        lengths = [] if "text_pooled" in batch else batch.get("lengths", [])
+        computed = len(lengths) * batch["input_ids"].shape[1]
+        if self.groups_texts:
+            computed = tokens_computed(self.model, lengths, batch["ids"].device.type)
+        self.workload.end(batch["ids"].device, computed, sum(lengths))
         shared = gather_batch(encoded.embeds["image"], encoded.embeds["text"], batch["ids"], batch.get("roll_call"))
         # Before the loss: a host then reads what is drawn while the device still computes that.
         rows = {term.name: term.plan(batch, shared, encoded.scale.detach(), step) for term in self._row_terms()}

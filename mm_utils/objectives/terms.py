@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import datasets
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -27,12 +26,6 @@ from mm_utils.text import own_name
 
 Batch = dict[str, Any]
 Report = dict[str, Tensor]
-
-
-def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Return an array's values on the device, on their way from pinned memory: the host does not wait."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass

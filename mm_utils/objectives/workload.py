@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from mm_utils import distributed
-from mm_utils.model.encoding import length_groups
 
 
 class Workload:
@@ -22,12 +21,11 @@ class Workload:
         """Note that embedding begins; the host does not wait for its device."""
         self._begin = _mark(device)
 
-    def end(self, device: torch.device, lengths: list[int], width: int) -> None:
-        """Note that all is embedded: captions of `lengths`, in groups of about one length, or all of `width` if that is not 0."""
+    def end(self, device: torch.device, computed: int, real: int) -> None:
+        """Note that all is embedded, and how many tokens that took and were there."""
         self._spans.append((self._begin, _mark(device)))
-        groups = [lengths[group.start : group.stop] for group in length_groups(lengths, device.type)]
-        self._computed += width * len(lengths) or sum(len(group) * max(group, default=0) for group in groups)
-        self._real += sum(lengths)
+        self._computed += computed
+        self._real += real
 
     def over_ranks(self, device: torch.device) -> dict[str, float]:
         """Return the figures of all ranks and begin anew; called on all ranks.

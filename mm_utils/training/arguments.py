@@ -230,7 +230,7 @@ class OptimizerArguments:
     )
     optim: str = arg(
         "adamw_torch_fused",
-        "As in transformers: adamw_torch_fused, which is fused on a GPU, adamw_torch, sgd, adafactor.",
+        "As in transformers: adamw_torch_fused, which is fused on GPUs and CPUs, adamw_torch, sgd, adafactor.",
         choices=["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"],
     )
     lr_scheduler_type: str = arg(

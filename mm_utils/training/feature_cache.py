@@ -31,7 +31,7 @@ from mm_utils.data.batches.order import Draw, evaluation_batches
 from mm_utils.data.batches.tokens import fingerprint, pad_captions
 from mm_utils.data.training_data import TrainingData
 from mm_utils.evaluation.retrieval import Evaluate
-from mm_utils.model.encoding import length_groups
+from mm_utils.model.encoding import passes_of_texts
 from mm_utils.model.modeling_fusion_dual_encoder import is_trained
 from mm_utils.objectives.objective import Objective
 from mm_utils.stored import discard, is_whole, key_of, open_rows, place_of, storing
@@ -242,14 +242,15 @@ def _text_features(
         states = [none] * len(captions)
         order = sorted(range(len(captions)), key=lambda place: -len(captions[place]))
         lengths = [len(captions[place]) for place in order]
-        for group in length_groups(lengths, device.type) if captions else ():
-            places = order[group.start : group.stop]
-            padded = pad_captions([captions[place] for place in places], data.loaders.pad_token_id)
+        if captions:
+            padded = pad_captions([captions[place] for place in order], data.loaders.pad_token_id)
+            ids, mask = send_to_device(padded, device)
             with accelerator.autocast():
-                pooled_tC, states_tLC = model.text_features(*send_to_device(padded, device), with_taps=with_states)
-            pooled[places] = pooled_tC.float().cpu()
-            for place, state_LC in zip(places, states_tLC if with_states else (), strict=False):
-                states[place] = state_LC[: len(captions[place])].float().cpu()  # without its padding
+                for rows_t, pooled_tC, states_tLC in passes_of_texts(model, ids, mask, lengths, with_states):
+                    places = order[rows_t]
+                    pooled[places] = pooled_tC.float().cpu()
+                    for place, state_LC in zip(places, states_tLC if with_states else (), strict=False):
+                        states[place] = state_LC[: len(captions[place])].float().cpu()  # without its padding
         features: dict[str, tuple[Any, ...]] = {"text_pooled": (pooled, counts)}
         if with_states:
             features["text_states"] = (torch.cat([none, *states]), [len(ids) for ids in captions], counts)

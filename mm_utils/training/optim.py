@@ -113,7 +113,7 @@ def build_optimizer(
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     logger.info("%s parameters, %s of them trained", f"{every:,}", f"{trained:,}")
     kind, settings = OPTIMIZERS[args.optim]
-    if settings.get("fused") and device.type != "cuda":
+    if settings.get("fused") and device.type not in ("cpu", "cuda"):
         settings = {**settings, "fused": False}
     return kind(list(groups.values()), **settings)
 

@@ -16,13 +16,11 @@ from mm_utils.model.adapt import (
     save_adapters,
     switch_off_dropout,
 )
-from mm_utils.model.encoding import PASS_TOKENS
 from mm_utils.model.join import join_backbones, probe_input
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
 from mm_utils.training.starts import weights_of_start
 from tests.kit.models import IMAGE, TOWER, batch_for, build
-from tests.kit.objectives import global_batch, tiny_objective
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -139,33 +137,6 @@ def test_masks_follow_the_row_and_the_step_and_not_the_batch() -> None:
     layer = RowDropout(0.3)
     set_row_keys(layer, row_keys(torch.arange(500), 4))
     assert abs((layer(torch.ones(500, 64)) == 0).float().mean().item() - 0.3) < 0.01
-
-
-# -- groups of captions -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["contrastive", "sigmoid_matching"])
-def test_groups_give_the_embeddings_and_gradients_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PASS_TOKENS, "cpu", 2)
-    batch = global_batch()
-    order = torch.tensor(batch["lengths"]).argsort(descending=True, stable=True)
-    batch["lengths"] = [batch["lengths"][place] for place in order]
-    batch |= {name: value[order] for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    found = []
-    for grouped in (True, False):
-        objective = tiny_objective(kind)
-        widths = []
-        objective.groups_texts = grouped
-        objective.model.text_model.register_forward_hook(
-            lambda module, given, out, widths=widths: widths.append(tuple(out.last_hidden_state.shape[:2]))
-        )
-        report = objective(batch, 0)
-        report["loss"].backward()
-        assert len(widths) > 3 if grouped else widths == [(9, 16)]
-        gradients = {name: p.grad for name, p in objective.named_parameters() if p.grad is not None}
-        found.append({"loss": report["loss"].detach(), **gradients})
-    for name, right in found[1].items():
-        torch.testing.assert_close(found[0][name], right, rtol=1e-6, atol=1e-8 * float(right.abs().max() + 1e-3))
 
 
 def test_the_start_of_wise_ft_has_merged_adapters_under_the_names_of_a_saved_model() -> None:

@@ -45,7 +45,7 @@ def work_of_two_steps(width: int) -> list[dict[str, float]]:
     for _ in range(2):
         workload.begin(cpu)
         time.sleep(0.1 * (rank + 1))
-        workload.end(cpu, [40 + 10 * rank, 4], width)
+        workload.end(cpu, 2 * width or 44 + 10 * rank, 44 + 10 * rank)
     return [workload.over_ranks(cpu), workload.over_ranks(cpu)]
 
 

@@ -77,6 +77,23 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+class Taken(torch.autograd.Function):
+    """Rows of a tensor, each at most once: their gradients are copied back, where `index_select` adds them up in no fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
+        """Take the rows."""
+        ctx.save_for_backward(places)
+        ctx.count = len(values)
+        return values.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Put gradients where the rows were, and zeros elsewhere."""
+        (places,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.count, *grad.shape[1:]).index_copy_(0, places, grad), None
+
+
 class Layout(NamedTuple):
     """Where the tokens of some texts lie once these are padded. Sizes are those of tensors, which compiled code takes for variables."""
 
@@ -96,7 +113,7 @@ class Layout(NamedTuple):
 
     def packed(self, of_texts: Tensor) -> Tensor:
         """Turn `[B, L, ...]` into `[T, ...]`, without padding."""
-        return of_texts.flatten(0, 1).index_select(0, self.place_T)
+        return Taken.apply(of_texts.flatten(0, 1), self.place_T)
 
 
 def packs(model: Any, device_type: str) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, ConvNextConfig, PreTrainedConfig, ViTConfig
 
-from mm_utils.model.adapt import add_adapters
+from mm_utils.model.adapt import add_adapters, use_channels_last
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
 from mm_utils.training.arguments import OptimizerArguments
 from mm_utils.training.optim import build_optimizer, schedule, scratch_rate
@@ -139,3 +139,22 @@ def test_adapters_learn_at_the_rate_of_new_parameters() -> None:
     optimizer = build_optimizer(model, args, pretrained=True, device=torch.device("cpu"))
     adapters = {parameter for name, parameter in model.named_parameters() if ".lora_" in name}
     assert {group["peak_lr"] for group in optimizer.param_groups if adapters & set(group["params"])} == {4e-4}
+
+
+def test_a_fused_step_on_a_cpu_is_the_plain_one_where_convolutions_lie_channels_last() -> None:
+    """A fused step walks over weight, gradient and moments as they lie in memory, and checks nothing on a CPU."""
+    found = []
+    for kind in ("adamw_torch_fused", "adamw_torch"):
+        torch.manual_seed(0)
+        tower = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 4, 1))
+        use_channels_last(tower)
+        optimizer = build_optimizer(tower, OptimizerArguments(optim=kind), pretrained=False, device=CPU)
+        assert {group["fused"] for group in optimizer.param_groups} == {kind == "adamw_torch_fused"}
+        for _ in range(3):
+            optimizer.zero_grad()
+            tower(torch.randn(2, 3, 8, 8)).square().sum().backward()
+            optimizer.step()
+        moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        found.append([*tower.parameters(), *moments])
+    for fused, plain in zip(*found, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-8)

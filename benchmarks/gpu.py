@@ -9,9 +9,12 @@ loader takes part. `bare` is the loop one would write: both encoders once, capti
 whole matrix of logits, the same optimizer and clipping, and one `.item()` a step. The loss of the last step, from equal weights and
 batches, shows what a precision or compiling changes.
 
+`--changes` adds a row for each of these, with one thing changed: a patch of a library left out, or `packed`, texts end to end through
+the text tower in place of groups of about one length, which CPUs do by themselves.
+
 `--quarter_hour` takes pairs of one's own, 2,000 or more, and runs in order of value a real run from photographs, a second one from its
-model, frozen, whose bars show how fast features are cached, this step beside the bare loop, the loops of peers, `tests/gpu`, fp16 and
-the loss alone: each is a process with a limit of its own, and prints what it has.
+model, frozen, whose bars show how fast features are cached, this step beside the bare loop, and with each change, the loops of peers,
+`tests/gpu`, fp16 and the loss alone: each is a process with a limit of its own, and prints what it has.
 
 Milliseconds are the median of `--rounds` turns of `--steps` steps. Utilisation is the FLOPs of both encoders for real tokens, by the
 rate of a bf16 matrix product of 8192 x 8192 measured in the same run. Busy is the share of the step in which a kernel runs,
@@ -27,11 +30,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -53,6 +57,7 @@ from benchmarks.harness import (
     print_table,
     synchronize,
 )
+from mm_utils.model import build, compile, encoding, packing, short_attention
 from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.compile import compile_layers
@@ -67,6 +72,19 @@ from mm_utils.training.stages import stages_of
 from mm_utils.training.step import TrainStep
 
 Step = Callable[[int], Any]
+
+CHANGES: dict[str, Callable[[torch.device], AbstractContextManager[Any]]] = {
+    "packed": lambda device: mock.patch.object(packing, "PACKED_ON", packing.PACKED_ON ^ {device.type}),
+    "short_attention": lambda device: mock.patch.object(short_attention, "MOST_TOKENS", 0),
+    "known_padding": lambda device: mock.patch.object(
+        encoding, "masked", lambda make, *given, **named: make(*given, **named)
+    ),
+    "patch_product": lambda device: mock.patch.object(build, "multiply_patches"),
+    "first_call": lambda device: mock.patch.object(
+        compile, "_first_call", lambda layer, call, *given, **named: call(*given, **named)
+    ),
+}
+"""One thing other than it is, for the time of a setting."""
 
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 PRODUCTS = ("gemm", "cutlass", "nvjet", "xmma")  # in the names of kernels that multiply matrices
@@ -265,6 +283,11 @@ def quarter_hour(args: argparse.Namespace) -> None:
         "real": (150, "bf16", real),
         "frozen": (90, "bf16", frozen),  # what `real` has saved, its features cached
         "bare": (210, "bf16", [*bare, pairs]),
+        "changes": (
+            150,
+            "bf16",
+            [*bare, few, "--loops", "tandem", "--compiled", "true", "--changes", ",".join(CHANGES)],
+        ),
         "peers": (150, "bf16", peers),
         "tests": (110, "bf16", tests),
         "fp16": (60, "fp16", [*bare, few, "--compiled", "false"]),
@@ -295,12 +318,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument(
         "--loops", type=names(["tandem", "bare"]), default="tandem,bare", help="bare: contrastive alone"
     )
+    parser.add_argument("--changes", type=names([*CHANGES]), default=[], help=f"some of {','.join(CHANGES)}")
     parser.add_argument("--micro_batch_size", help="pairs held at a time, or auto, as in scripts/pretrain.py")
     parser.add_argument("--rounds", type=int, default=3, help="turns")
     parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
     parser.add_argument("--quarter_hour", metavar="PAIRS", help="pairs, as in scripts/pretrain.py --train_file")
     parser.add_argument(
-        "--sections", nargs="*", default=[], help="of --quarter_hour: real frozen bare peers tests fp16 loss"
+        "--sections", nargs="*", default=[], help="of --quarter_hour: real frozen bare changes peers tests fp16 loss"
     )
     add_model_flags(parser)
     args = parser.parse_args(argv)
@@ -311,15 +335,18 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     peak, copied = ceilings(accelerator.device)
     about = f"{device_name(accelerator.device)}, {accelerator.mixed_precision}: a product reaches {peak / 1e12:.0f} TFLOP/s, "
     rows: list[dict[str, Any]] = []
-    for pairs, objectives, compiled, loop in product(
-        args.pairs, args.objectives.split("/"), args.compiled, args.loops
+    for pairs, objectives, compiled, loop, change in product(
+        args.pairs, args.objectives.split("/"), args.compiled, args.loops, ["", *args.changes]
     ):
-        if loop == "bare" and objectives != "contrastive":
+        if loop == "bare" and (objectives != "contrastive" or change):
             continue
         row = {"loop": loop, "objectives": objectives, "pairs": pairs, "compiled": compiled == "true"}
+        if args.changes:
+            row["changed"] = change
         rows.append(row)
         try:
-            measure(accelerator, row, args, peak)
+            with CHANGES[change](accelerator.device) if change else nullcontext():
+                measure(accelerator, row, args, peak)
         except (RuntimeError, TooManyPairsError) as error:
             if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                 raise

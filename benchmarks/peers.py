@@ -39,6 +39,7 @@ from mm_utils.data.batches.tokens import tokenize_captions
 from mm_utils.data.media.medium import image_geometry
 from mm_utils.data.pairs import iterate_captions, load_pairs
 from mm_utils.model.build import build_model
+from mm_utils.model.compile import equal_layers
 from mm_utils.model.processor import load_processor
 from mm_utils.model.stock import to_dual_encoder
 from mm_utils.run.start import make_accelerator
@@ -98,14 +99,18 @@ class Bench:
         self.start_bytes = peak_bytes(self.device)
 
     def count_tokens_of(self, text_model: torch.nn.Module) -> None:
-        """Count what is embedded with gradient; a part embedded twice counts once."""
+        """Count what is embedded with gradient, in its first layer; a part embedded twice counts once."""
 
-        def count(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def count_computed(layer: torch.nn.Module, args: tuple) -> None:
             if torch.is_grad_enabled():
-                self.tokens_computed += kwargs["input_ids"].numel()
+                self.tokens_computed += args[0].shape[:2].numel()
+
+        def count_real(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled():
                 self.tokens_real += kwargs["attention_mask"].sum()
 
-        text_model.register_forward_pre_hook(count, with_kwargs=True)
+        next(equal_layers(text_model)).register_forward_pre_hook(count_computed)
+        text_model.register_forward_pre_hook(count_real, with_kwargs=True)
 
     def stock_model(self) -> Any:
         """The same model as transformers' class, in the memory layout that it has there; what flags freeze is frozen."""

@@ -5,8 +5,8 @@
         --text_model_name_or_path all-MiniLM-L6-v2
     python -m benchmarks.training --synthetic 32 --batch_size 1024   # one random batch on the device, captions of 32 tokens
 
-- `tandem`: this project's loader, order, objective and optimizer, with the contrastive loss alone; `tandem_ungrouped` pads captions
-  to the longest of the batch, `tandem_in_2_parts` and `tandem_in_8_parts` cut the batch into micro-batches (gradient caching).
+- `tandem`: this project's loader, order, objective and optimizer, with the contrastive loss alone; `tandem_grouped` reads captions in
+  groups of about one length, not end to end, `tandem_ungrouped` pads them to the longest of the batch, `tandem_in_2_parts` and `tandem_in_8_parts` cut the batch into micro-batches (gradient caching).
 - `transformers`: what `examples/pytorch/contrastive-image-text/run_clip.py` of transformers does: torchvision inside `with_transform`,
   no workers, texts padded to 128 tokens, the model's own loss, fused AdamW, gradients clipped to 1.
 - `open_clip`: what open_clip's loop does with a CSV file: Pillow in workers, texts padded to 77 tokens, `ClipLoss`;
@@ -55,6 +55,7 @@ from mm_utils.data.batches.loaders import DeviceLoader, Loaders
 from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.media import Image
+from mm_utils.model import packing
 from mm_utils.model.arguments import ObjectiveArguments
 from mm_utils.objectives.build import build_objective
 from mm_utils.objectives.grad_cache import backward
@@ -68,8 +69,10 @@ Losses = Iterator[Any]
 LEARNING_RATE = 1e-6
 
 
-def tandem(bench: Bench, parts: int = 1, grouped: bool = True) -> Losses:
+def tandem(bench: Bench, parts: int = 1, grouped: bool = True, packed: bool = True) -> Losses:
     """This project's step, as `mm_utils.training.trainer` takes it."""
+    if not packed:
+        packing.PACKED_ON.clear()
     objective = build_objective(bench.model, ObjectiveArguments("contrastive:1"), SEED)
     objective.groups_texts = grouped
     rates = OptimizerArguments(learning_rate=LEARNING_RATE)
@@ -147,6 +150,7 @@ def open_clip(bench: Bench, width: int = OPEN_CLIP_TOKENS) -> Losses:
 
 CONTESTANTS: dict[str, Callable[[Bench], Losses]] = {
     "tandem": tandem,
+    "tandem_grouped": partial(tandem, packed=False),
     "tandem_ungrouped": partial(tandem, grouped=False),
     "tandem_in_2_parts": partial(tandem, parts=2),
     "tandem_in_8_parts": partial(tandem, parts=8),

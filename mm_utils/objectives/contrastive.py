@@ -75,7 +75,10 @@ def _sigmoid(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     loss, bias_grad = batch.image_NE.new_zeros(2)  # of this rank's images against all texts: every pair once
     grads = []
-    for direction, (rows_nE, columns_NE) in enumerate(directions):
+    # The texts' logits of one process are the columns of its images'.
+    is_alone = distributed.world_size() == 1
+    text_grad_NE = torch.zeros_like(batch.text_NE)
+    for direction, (rows_nE, columns_NE) in enumerate(directions[:1] if is_alone else directions):
         scaled_nE = scale * rows_nE
         grad_nE = torch.empty_like(rows_nE)
         for part in slices(len(rows_nE), tile):
@@ -85,12 +88,16 @@ def _sigmoid(
             weight_TN = logits_TN.sigmoid()
             weight_TN[own] = -negated.sigmoid()
             torch.mm(weight_TN, columns_NE, out=grad_nE[part])
+            if is_alone:
+                text_grad_NE.addmm_(weight_TN.T, rows_nE[part])
             if direction == 0:
                 logits_TN[own] = negated
                 # Above 40, softplus(x) is x to the last digit of fp64
                 loss = loss + softplus(logits_TN, threshold=40).sum()
                 bias_grad = bias_grad + weight_TN.sum()
         grads.append(grad_nE.div_(total))
+    if is_alone:
+        grads.append(text_grad_NE.div_(total))
     scale_grad = (grads[0] * directions[0][0]).sum()
     loss = distributed.sum_over_ranks(loss) / total
     return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad, bias_grad / total)

@@ -3,6 +3,7 @@
 Every rank holds its n rows against all N columns, one tile of T rows at a time, and computes the gradient of its rows in the
 forward pass: memory is that of a tile, no N x N matrix exists at any moment, and the backward pass only multiplies. A first
 sweep over the tiles keeps the log-sum-exp of every row, a second one computes the gradient; where all is one tile, InfoNCE keeps it.
+One process computes each logit once a sweep, for its row and its column; several compute it for each direction.
 Returned losses are the mean over the global batch, the same on all ranks; gradients are multiplied by the number of
 ranks because DDP and FSDP average them. After that average every parameter's gradient, the temperature's included,
 is the one a single process with the whole batch would compute.
@@ -134,6 +135,8 @@ class AtEmbeddings(torch.autograd.Function):
 def _info_nce(
     directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if distributed.world_size() == 1:
+        return _info_nce_of_one_process(*directions[0], scale, batch, tile)
     lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
     nll_n2 = torch.empty_like(lse_n2)  # negative log likelihood of each row, in each direction
     is_one = tile >= len(directions[0][0])
@@ -170,6 +173,43 @@ def _info_nce(
     scale_grad = (grads[0] * directions[0][0]).sum()  # sum_ij weight_ij <a_i, b_j> over this rank's rows
     loss = shared_N3[:, 2].sum() / (2 * total)
     return loss, (grads[0].mul_(scale), grads[1].mul_(scale), scale_grad)
+
+
+def _info_nce_of_one_process(
+    image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch, tile: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the same of a whole batch, whose texts' logits are the columns of its images': four products in place of six."""
+    total = len(image_NE)
+    scaled_NE = scale * image_NE
+    positive_N = image_NE.new_empty(total)
+    negatives_N2 = image_NE.new_full(
+        (total, 2), -torch.inf
+    )  # log-sum-exp over the negatives of each image, and of each text
+    whole: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # the logits, where all are one tile: three products
+    for part in slices(total, tile):
+        logits_TN, own = logits_of(scaled_NE, text_NE, batch, part)
+        positive_N[part] = logits_TN[own]
+        logits_TN[own] = -torch.inf
+        negatives_N2[part, 0] = logits_TN.logsumexp(1)
+        negatives_N2[:, 1] = torch.logaddexp(negatives_N2[:, 1], logits_TN.logsumexp(0))
+        whole = (logits_TN, own) if tile >= total else None
+    nll_N2 = softplus(negatives_N2 - positive_N[:, None], threshold=40)
+    lse_N2 = positive_N[:, None] + nll_N2
+    diagonal_grad_N = torch.expm1(-nll_N2).sum(1)
+    image_grad_NE = torch.empty_like(image_NE)
+    text_grad_NE = torch.zeros_like(text_NE)
+    for part in slices(total, tile):
+        logits_TN, own = whole or logits_of(scaled_NE, text_NE, batch, part)
+        weight_TN = (logits_TN - lse_N2[part, :1]).exp_()
+        weight_TN += logits_TN.sub_(lse_N2[:, 1]).exp_()
+        weight_TN[own] = diagonal_grad_N[part]
+        torch.mm(weight_TN, text_NE, out=image_grad_NE[part])
+        text_grad_NE.addmm_(weight_TN.T, image_NE[part])
+    image_grad_NE /= 2 * max(1, total)
+    text_grad_NE /= 2 * max(1, total)
+    scale_grad = (image_grad_NE * image_NE).sum()
+    loss = nll_N2.sum() / (2 * max(1, total))
+    return loss, (image_grad_NE.mul_(scale), text_grad_NE.mul_(scale), scale_grad)
 
 
 def tile_rows(columns: int, device: torch.device) -> int:

@@ -34,7 +34,11 @@ _ENCODERS = {  # whose layers pass on what they do not know to their attention, 
     "BertEncoder",
     "RobertaEncoder",
     "XLMRobertaEncoder",
+    "CamembertEncoder",
+    "ElectraEncoder",
     "CLIPEncoder",
+    "ChineseCLIPTextEncoder",
+    "ClapTextEncoder",
     "Transformer",  # DistilBERT's
 }
 

@@ -23,6 +23,8 @@ TOWERS = {
     "bert": {},
     "roberta": {"max_position_embeddings": 40},
     "xlm-roberta": {"max_position_embeddings": 40},
+    "camembert": {"max_position_embeddings": 40},
+    "electra": {"embedding_size": 16},
     "distilbert": {"dim": 32, "n_layers": 3, "n_heads": 2, "hidden_dim": 48},
     "clip_text_model": {"eos_token_id": 49, "projection_dim": 32},
     "clip_text_model, an old one": {"eos_token_id": 2, "projection_dim": 32},

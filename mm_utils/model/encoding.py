@@ -1,11 +1,11 @@
-"""Encode a batch: what a frozen tower has stored is read, captions are taken in groups of about one length.
+"""Encode a batch: what a frozen tower has stored is read, captions are taken end to end or in groups of about one length.
 
 `mm_utils.training.feature_cache` stores outputs of towers; `mm_utils.data.batches.column_cache` names the entries of the batch.
 
 Padding a batch to its longest caption computes two to five times the tokens there are. Filling batches with captions of one
 length avoids that, and changes what is learnt: the negatives of a pair are then those that look like it in length, and so
 in language and style; it cost a third of the recall. A text tower, though, reads every caption by itself. So
-the batch stays as it was drawn, and its captions, sorted by length, are embedded group by group.
+the batch stays as it was drawn, and its captions are embedded end to end (`mm_utils.model.packing`), or sorted by length and group by group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -42,10 +42,8 @@ _ENCODERS = {  # whose layers pass on what they do not know to their attention, 
     "Transformer",  # DistilBERT's
 }
 
-
-_packing: ContextVar[Any] = ContextVar(
-    "packing", default=None
-)  # the layout of a batch, and those of attention's groups
+# the layout of a batch, and those of attention's groups
+_packing: ContextVar[Any] = ContextVar("packing", default=None)
 _lock = Lock()
 
 

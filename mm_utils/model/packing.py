@@ -221,9 +221,9 @@ def attention(
         count, longest = layout.is_token_BL.shape
         mine = slice(tokens, tokens + len(layout.place_T))
         # [1, H, T, D] -> [T, H, D] -> [B, H, L, D]
-        queries, keys, values = (
-            layout.padded(part[0].transpose(0, 1)[mine]).transpose(1, 2) for part in (query, key, value)
-        )
+        queries = layout.padded(query[0].transpose(0, 1)[mine]).transpose(1, 2)
+        keys = layout.padded(key[0].transpose(0, 1)[mine]).transpose(1, 2)
+        values = layout.padded(value[0].transpose(0, 1)[mine]).transpose(1, 2)
         seen = None if attention_mask is None else attention_mask[texts : texts + count, :, :longest, :longest]
         attended, _ = short_attention.attention(module, queries, keys, values, seen, **named)
         found.append(layout.packed(attended))

@@ -124,7 +124,6 @@ def packs(model: Any, device_type: str) -> bool:
     encoder = encoder_of(tower)
     return (
         device_type in PACKED_ON
-        and model.config.text_padding is None  # else all texts are computed at one length
         and type(encoder).__name__ in _ENCODERS
         and type(encoder).__module__.startswith("transformers.models.")
         and tower.config._attn_implementation == "sdpa"

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
 from mm_utils.model import packing
+from mm_utils.model.encoding import tokens_computed
 from mm_utils.model.packing import end_to_end, packs
 from tests.kit.objectives import global_batch, tiny_model, tiny_objective
 
@@ -136,6 +137,16 @@ def test_a_step_is_that_of_texts_padded(kind: str, way: str, monkeypatch: pytest
         found.append({"loss": report["loss"].detach(), **gradients})
     for name, right in found[1].items():
         torch.testing.assert_close(found[0][name], right, rtol=1e-6, atol=1e-8 * float(right.abs().max() + 1e-3))
+
+
+def test_padding_is_counted_where_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    assert tokens_computed(model, LENGTHS, "cpu") == 38
+    monkeypatch.setattr(packing, "PACKED_ON", set())
+    assert tokens_computed(model, LENGTHS, "cpu") == 38  # each length is a group
+    monkeypatch.setitem(packing.PASS_TOKENS, "cpu", 100)
+    assert tokens_computed(model, LENGTHS, "cpu") == 63
+    assert tokens_computed(model, [], "cpu") == 0
 
 
 def test_a_tower_that_reads_positions_between_its_layers_keeps_its_groups() -> None:

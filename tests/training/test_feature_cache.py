@@ -14,6 +14,7 @@ from datasets import Dataset
 from mm_utils.data.batches.order import GlobalOrder
 from mm_utils.data.batches.sizes import BatchSizes
 from mm_utils.data.batches.tokens import tokenize_captions
+from mm_utils.model import packing
 from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
@@ -65,8 +66,13 @@ def no_tower(*_: Any, **__: Any) -> None:
     pytest.fail("a frozen tower ran")
 
 
+@pytest.mark.parametrize("packed_on", [{"cpu"}, set()], ids=["end to end", "in groups"])
 @pytest.mark.parametrize("objectives", ["contrastive", "contrastive,matching"])
-def test_a_batch_holds_what_the_towers_give(objectives: str, rows: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_holds_what_the_towers_give(
+    objectives: str, packed_on: set[str], rows: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "PACKED_ON", packed_on)
+    monkeypatch.setitem(packing.PASS_TOKENS, "cpu", 1)  # several groups
     objective = frozen(objectives=objectives)
     matches = "matching" in objectives
     model = objective.model.eval()

@@ -141,11 +141,12 @@ def test_a_step_is_that_of_texts_padded(kind: str, way: str, monkeypatch: pytest
 
 def test_padding_is_counted_where_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
+    monkeypatch.setitem(packing.PASS_TOKENS, "cpu", 100)
     assert tokens_computed(model, LENGTHS, "cpu") == 38
     monkeypatch.setattr(packing, "PACKED_ON", set())
+    assert tokens_computed(model, LENGTHS, "cpu") == 63  # one group, seven times nine
+    monkeypatch.setitem(packing.PASS_TOKENS, "cpu", 2)
     assert tokens_computed(model, LENGTHS, "cpu") == 38  # each length is a group
-    monkeypatch.setitem(packing.PASS_TOKENS, "cpu", 100)
-    assert tokens_computed(model, LENGTHS, "cpu") == 63
     assert tokens_computed(model, [], "cpu") == 0
 
 

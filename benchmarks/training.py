@@ -6,7 +6,8 @@
     python -m benchmarks.training --synthetic 32 --batch_size 1024   # one random batch on the device, captions of 32 tokens
 
 - `tandem`: this project's loader, order, objective and optimizer, with the contrastive loss alone; `tandem_grouped` reads captions in
-  groups of about one length, not end to end, `tandem_ungrouped` pads them to the longest of the batch, `tandem_in_2_parts` and `tandem_in_8_parts` cut the batch into micro-batches (gradient caching).
+  groups of about one length, not end to end, `tandem_ungrouped` pads them to the longest of the batch, `tandem_in_2_parts` and
+  `tandem_in_8_parts` cut the batch into micro-batches (gradient caching).
 - `transformers`: what `examples/pytorch/contrastive-image-text/run_clip.py` of transformers does: torchvision inside `with_transform`,
   no workers, texts padded to 128 tokens, the model's own loss, fused AdamW, gradients clipped to 1.
 - `open_clip`: what open_clip's loop does with a CSV file: Pillow in workers, texts padded to 77 tokens, `ClipLoss`;

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel
+from mm_utils.model.packing import COMPILED
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def compile_layers(model: FusionDualEncoderModel) -> None:
     _dynamo.config.specialize_float = True  # scales and rates are constants; as variables they are traced twice
     settings: dict[str, Any] = {"deterministic": True} if "deterministic" in _inductor.list_options() else {}
     parts = ((model.vision_model, None), (model.text_model, True), (model.fusion, True))
+    setattr(model.text_model, COMPILED, True)
     for part, dynamic in parts:
         for layer in equal_layers(part) if part is not None else ():
             # `forward`, not the module: hooks of transformers (hidden states) and FSDP2 stay outside.

@@ -83,7 +83,7 @@ def tokens_computed(model: FusionDualEncoderModel, lengths: Sequence[int], devic
     return sum(len(group) * max(group, default=0) for group in groups)
 
 
-def encode_in_groups(
+def encode_texts(
     model: FusionDualEncoderModel,
     input_ids: Tensor,
     attention_mask: Tensor,
@@ -105,13 +105,13 @@ def encode_in_groups(
 
 
 def embed_texts(model: FusionDualEncoderModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the unit embeddings `[n, E]` of n texts `[n, L]` in any order, which are read in groups of about one length."""
+    """Return the unit embeddings `[n, E]` of n texts `[n, L]` in any order, padded on the right."""
     if model.config.text_padding is not None:  # it reads all texts at one length
         return model.encode_text(input_ids, attention_mask, with_states=False)[0]
     lengths = attention_mask.sum(1)
     order = lengths.argsort(descending=True, stable=True)
     counts = lengths[order].clamp(min=1).tolist()  # a tower gets one token of an empty text, too
-    embeds, _ = encode_in_groups(model, input_ids[order], attention_mask[order], counts, with_states=False)
+    embeds, _ = encode_texts(model, input_ids[order], attention_mask[order], counts, with_states=False)
     return embeds[order.argsort()]
 
 

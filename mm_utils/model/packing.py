@@ -38,9 +38,11 @@ _ENCODERS = {  # whose layers pass on what they do not know to their attention, 
     "ElectraEncoder",
     "CLIPEncoder",
     "ChineseCLIPTextEncoder",
-    "ClapTextEncoder",
     "Transformer",  # DistilBERT's
 }
+
+COMPILED = "has_compiled_layers"
+"""An attribute of towers."""
 
 # the layout of a batch, and those of attention's groups
 _packing: ContextVar[Any] = ContextVar("packing", default=None)
@@ -127,6 +129,7 @@ def packs(model: Any, device_type: str) -> bool:
         and type(encoder).__name__ in _ENCODERS
         and type(encoder).__module__.startswith("transformers.models.")
         and tower.config._attn_implementation == "sdpa"
+        and not getattr(tower.config, "chunk_size_feed_forward", 0)  # it cuts texts of one length
     )
 
 
@@ -143,8 +146,10 @@ def end_to_end(tower: Any, lengths: Sequence[int], device: torch.device) -> Iter
         lengths: tokens of every text, at least 1; longest first, else attention takes all texts at one length.
     """
     groups = length_groups(lengths, device.type, ATTENTION_TOKENS)
+    if getattr(tower, COMPILED, False):
+        groups = [range(len(lengths))]  # each number of groups would be a graph of its own
     layouts = tuple(Layout.of(lengths[group.start : group.stop], device) for group in groups)
-    use_packed_attention()
+    use_packed_attention()  # a model that is only used was not made trainable
     with _lock:
         _add_hooks(tower)
     token = _packing.set((Layout.of(lengths, device), layouts))

@@ -76,9 +76,8 @@ def _sigmoid(
     loss, bias_grad = batch.image_NE.new_zeros(2)  # of this rank's images against all texts: every pair once
     grads = []
     # The texts' logits of one process are the columns of its images'.
-    is_alone = distributed.world_size() == 1
-    text_grad_NE = torch.zeros_like(batch.text_NE)
-    for direction, (rows_nE, columns_NE) in enumerate(directions[:1] if is_alone else directions):
+    text_grad_NE = torch.zeros_like(batch.text_NE) if distributed.world_size() == 1 else None
+    for direction, (rows_nE, columns_NE) in enumerate(directions if text_grad_NE is None else directions[:1]):
         scaled_nE = scale * rows_nE
         grad_nE = torch.empty_like(rows_nE)
         for part in slices(len(rows_nE), tile):
@@ -88,7 +87,7 @@ def _sigmoid(
             weight_TN = logits_TN.sigmoid()
             weight_TN[own] = -negated.sigmoid()
             torch.mm(weight_TN, columns_NE, out=grad_nE[part])
-            if is_alone:
+            if text_grad_NE is not None:
                 text_grad_NE.addmm_(weight_TN.T, rows_nE[part])
             if direction == 0:
                 logits_TN[own] = negated
@@ -96,7 +95,7 @@ def _sigmoid(
                 loss = loss + softplus(logits_TN, threshold=40).sum()
                 bias_grad = bias_grad + weight_TN.sum()
         grads.append(grad_nE.div_(total))
-    if is_alone:
+    if text_grad_NE is not None:
         grads.append(text_grad_NE.div_(total))
     scale_grad = (grads[0] * directions[0][0]).sum()
     loss = distributed.sum_over_ranks(loss) / total

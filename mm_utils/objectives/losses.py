@@ -136,7 +136,7 @@ def _info_nce(
     directions: Directions, scale: Tensor, batch: GlobalBatch, total: int, tile: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     if distributed.world_size() == 1:
-        return _info_nce_of_one_process(*directions[0], scale, batch, tile)
+        return _info_nce_of_one_process(*directions[0], scale, batch, total, tile)
     lse_n2 = batch.image_NE.new_empty(len(directions[0][0]), 2)
     nll_n2 = torch.empty_like(lse_n2)  # negative log likelihood of each row, in each direction
     is_one = tile >= len(directions[0][0])
@@ -176,39 +176,38 @@ def _info_nce(
 
 
 def _info_nce_of_one_process(
-    image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch, tile: int
+    image_NE: Tensor, text_NE: Tensor, scale: Tensor, batch: GlobalBatch, total: int, tile: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the same of a whole batch, whose texts' logits are the columns of its images': four products in place of six."""
-    total = len(image_NE)
+    count = len(image_NE)  # `total` is at least 1
     scaled_NE = scale * image_NE
-    positive_N = image_NE.new_empty(total)
-    negatives_N2 = image_NE.new_full(
-        (total, 2), -torch.inf
-    )  # log-sum-exp over the negatives of each image, and of each text
+    positive_N = image_NE.new_empty(count)
+    # log-sum-exp over the negatives of each image, and of each text
+    negatives_N2 = image_NE.new_full((count, 2), -torch.inf)
     whole: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # the logits, where all are one tile: three products
-    for part in slices(total, tile):
+    for part in slices(count, tile):
         logits_TN, own = logits_of(scaled_NE, text_NE, batch, part)
         positive_N[part] = logits_TN[own]
         logits_TN[own] = -torch.inf
         negatives_N2[part, 0] = logits_TN.logsumexp(1)
         negatives_N2[:, 1] = torch.logaddexp(negatives_N2[:, 1], logits_TN.logsumexp(0))
-        whole = (logits_TN, own) if tile >= total else None
+        whole = (logits_TN, own) if tile >= count else None
     nll_N2 = softplus(negatives_N2 - positive_N[:, None], threshold=40)
     lse_N2 = positive_N[:, None] + nll_N2
     diagonal_grad_N = torch.expm1(-nll_N2).sum(1)
     image_grad_NE = torch.empty_like(image_NE)
     text_grad_NE = torch.zeros_like(text_NE)
-    for part in slices(total, tile):
+    for part in slices(count, tile):
         logits_TN, own = whole or logits_of(scaled_NE, text_NE, batch, part)
         weight_TN = (logits_TN - lse_N2[part, :1]).exp_()
         weight_TN += logits_TN.sub_(lse_N2[:, 1]).exp_()
         weight_TN[own] = diagonal_grad_N[part]
         torch.mm(weight_TN, text_NE, out=image_grad_NE[part])
         text_grad_NE.addmm_(weight_TN.T, image_NE[part])
-    image_grad_NE /= 2 * max(1, total)
-    text_grad_NE /= 2 * max(1, total)
+    image_grad_NE /= 2 * total
+    text_grad_NE /= 2 * total
     scale_grad = (image_grad_NE * image_NE).sum()
-    loss = nll_N2.sum() / (2 * max(1, total))
+    loss = nll_N2.sum() / (2 * total)
     return loss, (image_grad_NE.mul_(scale), text_grad_NE.mul_(scale), scale_grad)
 
 

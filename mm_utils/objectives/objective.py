@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_utils import distributed
-from mm_utils.model.encoding import encode_in_groups, stored_text, tokens_computed, vision_features
+from mm_utils.model.encoding import encode_texts, stored_text, tokens_computed, vision_features
 from mm_utils.model.modeling_fusion_dual_encoder import FusionDualEncoderModel, ResidualProjection, is_trained
 from mm_utils.model.row_noise import RowDropout, row_keys, set_row_keys
 from mm_utils.objectives.losses import call_roll, gather_batch
@@ -40,7 +40,9 @@ class Objective(nn.Module):
     """
 
     highest_scale: float | None = None  # the bound of the inverse temperature; None for an objective without one
-    groups_texts = True  # by about one length; not where all ranks must run the tower equally often, as in FSDP
+    groups_texts = (
+        True  # by about one length, or end to end; not where all ranks must run the tower equally often, as in FSDP
+    )
     row_ids = "ids"  # the name of the ids of a batch's rows, from which dropout by row draws
     pairs_per_image = 0  # that the fusion head scores
     reranks = True  # whether an evaluation gives chosen pairs to the fusion head; else it reads rows as training does
@@ -154,7 +156,7 @@ class JointObjective(Objective):
         text = stored_text(self.model, batch, with_pairs)
         if text is None:
             lengths = batch.get("lengths") if self.groups_texts else None
-            text = encode_in_groups(self.model, batch["input_ids"], batch["attention_mask"], lengths, with_pairs)
+            text = encode_texts(self.model, batch["input_ids"], batch["attention_mask"], lengths, with_pairs)
         # FSDP2 holds both scalars as vectors of one, and frees them after this.
         scale = self.model.logit_scale.exp().squeeze()
         bias = self.model.logit_bias

@@ -41,7 +41,7 @@ class Encoded:
     text_states: Tensor = field(default_factory=lambda: torch.zeros(0))  # that the fusion head reads, `[n, L, C]`
     keys_values: KeysValues = ()  # the image side of the fusion head; empty if no term needs it
     taps: tuple[Tensor, ...] = ()  # pooled levels of the vision tower; empty if no term needs them
-    groups_texts: bool = True  # whether texts may be read in groups of about one length
+    groups_texts: bool = True  # or end to end; else all are padded to the longest
 
     def __len__(self) -> int:
         return len(self.embeds["image"])

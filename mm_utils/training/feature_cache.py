@@ -230,7 +230,7 @@ def _text_features(
     with_states: bool,
     accelerator: Accelerator,
 ) -> Iterator[Block]:
-    """Run the text tower on all captions of every image, in groups of about one length: else half of the tokens are padding."""
+    """Run the text tower on all captions of every image, without most of their padding."""
     tokens = rows.select_columns(["input_ids"])
     device = accelerator.device
     for draws in batches:

@@ -22,7 +22,7 @@ from mm_utils.data.media.medium import image_geometry
 from mm_utils.model.adapt import freeze_unused, switch_off_dropout
 from mm_utils.model.arguments import ModelArguments, ObjectiveArguments
 from mm_utils.model.build import build_model, load_model
-from mm_utils.model.encoding import encode_in_groups
+from mm_utils.model.encoding import encode_texts
 from mm_utils.model.image_size import resize
 from mm_utils.model.join import join_backbones
 from mm_utils.model.modeling_fusion_dual_encoder import (
@@ -239,7 +239,7 @@ def test_a_start_computes_what_its_class_does_and_is_written_as_that_class(
     ids, mask = pad_captions(captions, processor.tokenizer.pad_token_id)
     with torch.no_grad():
         image, _ = model.encode_image(processor(images=noise(), return_tensors="pt").pixel_values)
-        text, _ = encode_in_groups(model, ids, mask, [len(caption) for caption in captions])
+        text, _ = encode_texts(model, ids, mask, [len(caption) for caption in captions])
         logits = model.logit_scale.exp() * image @ text.T + (0 if model.logit_bias is None else model.logit_bias)
         close(logits, stock_logits(folder, texts))
         for parameter in model.parameters():  # as if trained

@@ -159,3 +159,6 @@ def test_a_tower_that_reads_positions_between_its_layers_keeps_its_groups() -> N
     model = tiny_model()
     model.text_model.set_attn_implementation("eager")
     assert not packs(model, "cpu")
+    model = tiny_model()
+    model.text_model.config.chunk_size_feed_forward = 3
+    assert not packs(model, "cpu")

@@ -206,7 +206,7 @@ class Collator:
     """Stack images and pad captions to the longest.
 
     In training, rows are sorted by the length of their caption, longest first: the loss does not depend on the order, and
-    the text tower takes them in groups of about one length (`mm_utils.model.encoding`).
+    the text tower computes little padding of them (`mm_utils.model.encoding`).
 
     Batch of b images and t captions (t = b in training):
         pixel_values: uint8 `[b, 3, S, S]`, or `[b, *medium.shape]`; input_ids, attention_mask: int64 `[t, L]`

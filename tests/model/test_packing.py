@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
 from mm_utils.model import packing
+from mm_utils.model.compile import compile_layers
 from mm_utils.model.encoding import tokens_computed
 from mm_utils.model.packing import end_to_end, packs
 from tests.kit.objectives import global_batch, tiny_model, tiny_objective
@@ -93,6 +94,17 @@ def test_texts_end_to_end_are_the_texts_padded(name: str, lengths: list[int], ch
         torch.testing.assert_close(found[part], value, rtol=1e-9, atol=1e-11, msg=part)
     after = read(tower, ids, mask)  # and no later pass is changed
     assert torch.equal(after["states"], right["states"])
+
+
+def test_compiled_layers_attend_in_one_group() -> None:
+    """Each number of groups would be compiled anew, in the middle of a run."""
+    model = tiny_model()
+    counts = []
+    for _ in range(2):
+        with end_to_end(model.text_model, LENGTHS, torch.device("cpu")):
+            counts.append(len(packing._packing.get()[1]))
+        compile_layers(model)
+    assert counts == [5, 1]
 
 
 def test_threads_read_other_texts_through_one_tower() -> None:

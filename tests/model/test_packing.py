@@ -104,7 +104,7 @@ def test_compiled_layers_attend_in_one_group() -> None:
         with end_to_end(model.text_model, LENGTHS, torch.device("cpu")):
             counts.append(len(packing._packing.get()[1]))
         compile_layers(model)
-    assert counts == [5, 1]
+    assert counts == [4, 1]
 
 
 def test_threads_read_other_texts_through_one_tower() -> None:

@@ -39,9 +39,11 @@ def compile_layers(model: FusionDualEncoderModel) -> None:
     _dynamo.config.specialize_float = True  # scales and rates are constants; as variables they are traced twice
     settings: dict[str, Any] = {"deterministic": True} if "deterministic" in _inductor.list_options() else {}
     parts = ((model.vision_model, None), (model.text_model, True), (model.fusion, True))
-    setattr(model.text_model, COMPILED, True)
     for part, dynamic in parts:
-        for layer in equal_layers(part) if part is not None else ():
+        if part is None:
+            continue
+        setattr(part, COMPILED, True)
+        for layer in equal_layers(part):
             # `forward`, not the module: hooks of transformers (hidden states) and FSDP2 stay outside.
             layer.forward = partial(
                 _first_call, layer, torch.compile(layer.forward, dynamic=dynamic, options=settings)

@@ -42,7 +42,7 @@ _ENCODERS = {  # whose layers pass on what they do not know to their attention, 
 }
 
 COMPILED = "has_compiled_layers"
-"""An attribute of towers."""
+"""An attribute of what `mm_utils.model.compile` has compiled."""
 
 # the layout of a batch, and those of attention's groups
 _packing: ContextVar[Any] = ContextVar("packing", default=None)
@@ -145,14 +145,16 @@ def end_to_end(tower: Any, lengths: Sequence[int], device: torch.device) -> Iter
     Args:
         lengths: tokens of every text, at least 1; longest first, else attention takes all texts at one length.
     """
+    whole = Layout.of(lengths, device)
     groups = length_groups(lengths, device.type, ATTENTION_TOKENS)
-    if getattr(tower, COMPILED, False):
-        groups = [range(len(lengths))]  # each number of groups would be a graph of its own
-    layouts = tuple(Layout.of(lengths[group.start : group.stop], device) for group in groups)
+    layouts: tuple[Layout, ...] = (whole,)
+    # Compiled layers attend to all texts at one length, as each number of groups would be a graph of its own.
+    if len(groups) > 1 and not getattr(tower, COMPILED, False):
+        layouts = tuple(Layout.of(lengths[group.start : group.stop], device) for group in groups)
     use_packed_attention()  # a model that is only used was not made trainable
     with _lock:
         _add_hooks(tower)
-    token = _packing.set((Layout.of(lengths, device), layouts))
+    token = _packing.set((whole, layouts))
     try:
         yield
     finally:

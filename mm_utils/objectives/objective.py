@@ -40,9 +40,8 @@ class Objective(nn.Module):
     """
 
     highest_scale: float | None = None  # the bound of the inverse temperature; None for an objective without one
-    groups_texts = (
-        True  # by about one length, or end to end; not where all ranks must run the tower equally often, as in FSDP
-    )
+    # by about one length, or end to end; not where all ranks must run the tower equally often, as in FSDP
+    groups_texts = True
     row_ids = "ids"  # the name of the ids of a batch's rows, from which dropout by row draws
     pairs_per_image = 0  # that the fusion head scores
     reranks = True  # whether an evaluation gives chosen pairs to the fusion head; else it reads rows as training does

@@ -1,5 +1,7 @@
 """Compiled layers, and attention over short sequences."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -39,6 +41,14 @@ def test_layers_of_a_kind_are_one_graph_without_breaks(kind: str, monkeypatch: p
             torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-12)
         assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * len(kinds)
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_classifier_without_a_text_encoder_is_compiled() -> None:
+    model = tiny_objective("contrastive").model
+    model.text_model = None
+    compile.compile_layers(model)
+    layer = next(compile.equal_layers(model.vision_model))
+    assert isinstance(layer.forward, partial)
 
 
 @pytest.mark.parametrize(
